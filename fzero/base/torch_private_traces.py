@@ -15,7 +15,7 @@ import torch.fx.experimental.proxy_tensor
 import torch.fx.traceback
 from torch import Tensor, fx
 
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, storage_key, unwrap
 from fzero.base.torch_private_functions import call_function
 
 
@@ -69,6 +69,39 @@ def make_pair(
     with no_dispatch():
         meta = _make_meta(dtype, shape, stride, start, storage)
         return _copy_fake(like, meta), _copy_fake(like, meta)
+
+
+class OpenForms:
+    """Makes pairs of fake tensors, as `make_pair` does, with open sizes. torch takes 0.4 ms for what follows from the
+    open sizes of a tensor: for each form once here, and in a tenth of it again.
+
+    Public replacement: as of `make_fake`.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Tensor]] = {}  # a meta tensor of each form, by the form's `id`
+        self._lying: dict[int, Tensor] = {}  # a meta tensor in each memory
+
+    def make(self, like: FakeTensor, form: Any, operand: Tensor | None) -> tuple[FakeTensor, FakeTensor]:
+        """Two fake tensors of the dtype, shape, strides and start of `form`, in new memory, or in that of an operand,
+        with the device and mode of `like`."""
+        with no_dispatch():
+            meta = self._make_new(form) if operand is None else self._make_view(form, operand)
+            self._lying.setdefault(storage_key(meta), meta)
+            return _copy_fake(like, meta), _copy_fake(like, meta)
+
+    def _make_new(self, form: Any) -> Tensor:
+        _, made = self._made.get(id(form), (None, None))
+        if made is None:
+            made = _make_meta(form.dtype, form.shape, form.stride, form.start, None)
+            self._made[id(form)] = form, made
+        return made._lazy_clone()  # which copies the sizes, and has a storage of its own
+
+    def _make_view(self, form: Any, operand: Tensor) -> Tensor:
+        lying = self._lying.get(storage_key(operand))
+        if lying is None or lying.dtype != form.dtype:
+            return _make_meta(form.dtype, form.shape, form.stride, form.start, operand.untyped_storage())
+        return lying.as_strided(form.shape, form.stride, form.start)
 
 
 def is_plain(x: Any) -> TypeGuard[FakeTensor]:
