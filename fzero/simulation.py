@@ -24,6 +24,7 @@ from fzero.base.placement import Placement
 from fzero.budget.fit import Budget
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
+from fzero.general.dynamic import Ranges
 from fzero.layout.layout import Layout
 from fzero.layout.parts import take_part
 from fzero.passes.run import Pass
@@ -58,6 +59,7 @@ def simulate(
     chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
     data: Sequence[str] | None = None,
+    dynamic: Ranges | None = None,
     max_programs: int = MAX_PROGRAMS,
 ) -> Simulation:
     """`fn` as a step that runs for every rank of a virtual mesh in this process.
@@ -73,8 +75,8 @@ def simulate(
     the slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one
     for each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part;
     every rank gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results
-    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `data` and `max_programs` are
-    as in `shard`.
+    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `data`, `dynamic` and
+    `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
@@ -84,7 +86,7 @@ def simulate(
     rewrites = choose_rewrite(
         passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
     )
-    return Simulation(fn, mesh, rewrites, max_programs, model_axes)
+    return Simulation(fn, mesh, rewrites, max_programs, model_axes, dynamic)
 
 
 class Simulation:
@@ -98,12 +100,19 @@ class Simulation:
         passes: Sequence[Pass] | Budget,
         max_programs: int = MAX_PROGRAMS,
         model_axes: tuple[str, ...] = (),
+        dynamic: Ranges | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
         self._data = mesh.join(axis for axis in mesh.names if axis not in model_axes)
         self._pipeline = Pipeline(
-            fn, virtual(mesh), passes, lambda program: program, max_programs, model_axes=model_axes
+            fn,
+            virtual(mesh),
+            passes,
+            lambda program: program,
+            max_programs,
+            model_axes=model_axes,
+            dynamic=dynamic,
         )
 
     def __repr__(self) -> str:

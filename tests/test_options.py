@@ -30,6 +30,7 @@ GOOD: dict[str, list[Any]] = {
     "chunk": ["1KiB"],
     "passes": [defaults(stage=3)],
     "data": [("fsdp",)],
+    "dynamic": [{"*": {0: (1, 64)}}],
     "max_programs": [2],
     "cache": [os.devnull],  # which no file can be in: that fails nothing
     "steps": [2],
@@ -48,6 +49,7 @@ BAD: dict[str, list[Any]] = {
     "chunk": [0, "a lot"],
     "passes": [7, [None]],
     "data": [("model",), 3],
+    "dynamic": [{"tokens": {0: None}}, {"*": {0: (5, 1)}}, 3],
     "max_programs": [0],
     "cache": [7, ""],
     "steps": [0],
