@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, TypeGuard
@@ -166,6 +166,21 @@ class TraceGraph:
         assert mode is not None  # inside of make_fx
         self._mode, self._tracer = mode, mode.tracer
         self.graph: fx.Graph = self._tracer.graph
+        self.graph.eliminate_dead_code = self._drop_unused
+
+    def _drop_unused(self, is_impure: Callable[[fx.Node], bool]) -> bool:
+        """What make_fx does behind the function, which asks of each node whether it is pure. Public replacement: an
+        option of make_fx to return the graph as it is."""
+        unused = [node for node in reversed(self.graph.nodes) if not node.users]
+        count = len(self.graph.nodes)
+        while unused:
+            node = unused.pop()
+            if is_impure(node):
+                continue
+            inputs = node.all_input_nodes
+            self.graph.erase_node(node)
+            unused += [x for x in inputs if not x.users]
+        return len(self.graph.nodes) < count
 
     def inline_numbers(self) -> None:
         """Record nothing of how numbers are computed from open sizes. Where such a number is an operand, it has a node
