@@ -1,6 +1,7 @@
 """The command line of fzero.
 
 python -m fzero doctor                             versions, limits, and what to change; under torchrun also collectives
+python -m fzero plan --config F --mesh fsdp=8      memory and time of a step of a model, on ranks that are not there
 python -m fzero checkpoint ls PATH                 the checkpoints of a folder
 python -m fzero checkpoint verify PATH             reads all of the latest, and compares with its sums
 python -m fzero checkpoint export PATH FILE        the tensors of the latest as one safetensors file
@@ -19,6 +20,7 @@ from fzero import FzeroError
 from fzero.checkpoint import Checkpoint, open_checkpoint
 from fzero.checkpoint.folder import list_steps
 from fzero.doctor import examine
+from fzero.planner.command import add_arguments, print_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,11 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m fzero")
-    rooms = parser.add_subparsers(required=True, metavar="{doctor,checkpoint}")
+    rooms = parser.add_subparsers(required=True, metavar="{doctor,plan,checkpoint}")
     doctor = rooms.add_parser("doctor", help="look at this machine, and under torchrun at its ranks")
     doctor.add_argument("--mesh", help="axes and their sizes, as in fsdp=2,tp=4; by default one of all ranks")
     doctor.add_argument("--seconds", type=float, default=2.0, help="how long each collective is tried")
     doctor.set_defaults(run=_examine)
+    plan = rooms.add_parser("plan", help="say what a training step would take, without a device and without weights")
+    add_arguments(plan)
+    plan.set_defaults(run=print_plan)
     commands = rooms.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True)
     for name, run, help in (
         ("ls", _list, "list the checkpoints of a folder"),

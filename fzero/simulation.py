@@ -38,6 +38,7 @@ from fzero.pipeline import (
     place_state,
 )
 from fzero.program.program import Program, Result
+from fzero.program.rates import Rates
 from fzero.ranks.virtual import virtual
 from fzero.report import Report, report_step
 from fzero.returned import Returned
@@ -124,6 +125,11 @@ class Simulation:
         leaves, treedef = tree.flatten(args)
         with self._name_cuts(treedef, leaves):
             return self._pipeline.program(tree.unflatten(treedef, self._select_rank(0, treedef, leaves)))
+
+    def schedule_for(self, rates: Rates) -> None:
+        """Schedule programs for ranks of these rates, as `Step.calibrate` of `fzero.shard` does for those that it
+        measured."""
+        self._pipeline.reschedule(rates)
 
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does, as `Step.report` of `fzero.shard`."""

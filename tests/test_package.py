@@ -29,7 +29,7 @@ MAX_PUBLIC = 45
 ROOMS = (
     "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats | general"
     " | cache | fzero"
-    " | variants data checkpoint parallel | training | deepspeed | hf | lightning | __main__"
+    " | variants data checkpoint parallel | training | deepspeed | hf | lightning | planner | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
 command line."""

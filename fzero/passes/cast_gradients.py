@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 import torch
 
 from fzero.base.errors import FzeroError
+from fzero.passes.order import find_changes
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.records import is_call, storage
 
 _to_copy = torch.ops.aten._to_copy.default
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -18,6 +22,7 @@ def cast_gradients(program: Program, *, dtype: torch.dtype | None = None) -> Pro
     """Cast each gradient to `dtype` before its mean over ranks, and the mean back to the gradient's dtype. Where
     `fzero.precision` names another dtype for a leaf, the leaf's gradients are cast to that.
 
+    * A gradient is cast where it is computed, so that its mean is taken there: the trace takes all means at its end.
     * A mean that the step casts further is not rounded to the gradient's dtype in between. So float32 leaves that are
       used as bfloat16 get float32 gradients from `dtype=torch.float32`, also over several mesh axes.
     * Complex gradients stay as they are. So do all-reduces of 0-d values, which may be too large for float16.
@@ -29,10 +34,11 @@ def cast_gradients(program: Program, *, dtype: torch.dtype | None = None) -> Pro
     program = program.copy()
     means = program.graph.find_nodes(op="call_function", target=ops.scatter)
     means += program.graph.find_nodes(op="call_function", target=ops.all_reduce)
+    changed = find_changes(program.graph)
     for node in reversed(means):  # the mean over a later axis first: its cast is then a user of the earlier mean
         to = program.reduce_dtypes.get(_find_leaf(program, node), dtype)
         if to is not None and _is_mean_of_gradient(node):
-            _cast_mean(program, node, to)
+            _cast_mean(program, node, to, changed)
     program.graph.eliminate_dead_code()
     return program
 
@@ -57,13 +63,15 @@ def _find_leaf(program: Program, node: Node) -> str:
     return str(node.kwargs.get("leaf", ""))
 
 
-def _cast_mean(program: Program, node: Node, dtype: torch.dtype) -> None:
-    """Let a node that takes a mean take it in `dtype`."""
-    given = node.meta["val"].dtype
+def _cast_mean(program: Program, node: Node, dtype: torch.dtype, changed: Container[Any]) -> None:
+    """Let a node that takes a mean take it in `dtype`. `changed` is the memory that some node writes into."""
+    given, gradient = node.meta["val"].dtype, node.args[0]
     if given == dtype:
         return
+    is_final = gradient.op == "call_function" and storage(gradient) not in changed
+    with program.graph.inserting_before(gradient.next if is_final else node):
+        cast = program.emit(_to_copy, gradient, dtype=dtype)
     with program.graph.inserting_before(node):
-        cast = program.emit(_to_copy, node.args[0], dtype=dtype)
         mean = program.emit(node.target, cast, *node.args[1:], **node.kwargs)
         back = program.emit(_to_copy, mean, dtype=given)
     for user in list(node.users):

@@ -15,6 +15,7 @@ import fzero
 from fzero import FzeroError, passes, tree
 from fzero.base.mesh import VirtualMesh
 from fzero.passes.cast_gradients import cast_gradients
+from fzero.program import ops
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MESHES = [VirtualMesh(fsdp=3), VirtualMesh(replica=2, fsdp=2)]
@@ -59,6 +60,51 @@ def test_gradients_move_in_the_dtype_and_nothing_else_does(
     assert found["all_gather"] == {torch.bfloat16} and found["reduce_scatter"] == {moved}
     assert found["values"] == {moved, torch.float32}
     assert {grad.dtype for grad in tree.leaves(simulation(params, x)[1])} == {torch.float32}
+
+
+def moments(program: fzero.Program) -> list[str]:
+    """Products of matrices, and the buckets whose gradients are sent, in the program's order."""
+    names = {node.target: "product" for node in program.graph.nodes if str(node.target).startswith("aten.mm")}
+    starts = (ops.reduce_scatter, ops.all_reduce)
+    return [
+        node.args[1] if node.target in starts else names[node.target]
+        for node in program.graph.nodes
+        if node.target in names or (node.target in starts and (node.target is starts[0] or node.meta["val"].ndim))
+    ]
+
+
+def linear_loss(params: tree.Tree, x: Tensor) -> Tensor:
+    """A gradient of this is an argument itself."""
+    return (params["w"] * x.mean(0)).sum() + sum(p.sum() for p in params["layers"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_sent_while_others_are_computed(stage: int) -> None:
+    """In a dtype of their own as without: they used to wait for the end of the backward pass, all of them whole."""
+    mesh = MESHES[1]
+    params = fzero.partition({str(i): torch.ones(4, 4) for i in range(5)}, mesh)
+
+    def loss(params: tree.Tree, x: Tensor) -> Tensor:
+        for w in params.values():
+            x = (x @ w).tanh()
+        return x.square().mean()
+
+    def program(loss: Any, **how: Any) -> fzero.Program:
+        return fzero.simulate(fzero.value_and_grad(loss), mesh, stage=stage, **how).trace(params, torch.ones(4, 4))
+
+    plain = moments(program(loss))
+    assert plain.index("4") < len(plain) - plain[::-1].index("product")  # one is sent before the last product
+    narrow = fzero.precision(torch.bfloat16, reduce=torch.float32)
+    for other in (program(narrow(loss)), program(loss, reduce_dtype=torch.bfloat16)):
+        assert moments(other) == plain
+
+
+def test_a_gradient_that_is_an_argument_is_cast() -> None:
+    mesh = MESHES[0]
+    plain = {"w": torch.ones(4), "layers": [torch.ones(3)]}
+    params, x = fzero.partition(plain, mesh), torch.arange(24.0).view(6, 4)
+    grads = fzero.simulate(fzero.grad(linear_loss), mesh, reduce_dtype=torch.float64)(params, x)
+    assert torch.equal(grads["w"].full_tensor(), x.mean(0))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

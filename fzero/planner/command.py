@@ -1,0 +1,121 @@
+"""The command: `python -m fzero plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.base.sizes import parse_size
+from fzero.planner.hardware import ATTAINED, HARDWARE
+from fzero.program.listing import format_size
+from fzero.program.rates import Rates
+
+if TYPE_CHECKING:
+    from fzero.planner.forecast import Forecast
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--config", type=Path, required=True, help="a config.json of transformers, or its folder")
+    parser.add_argument(
+        "--mesh", required=True, help='axes and ranks, as in fsdp=64,tp=8; "tp" and "ep" share examples'
+    )
+    parser.add_argument("--hardware", choices=HARDWARE, default="h100-sxm", help="of which data sheets are known")
+    parser.add_argument("--rates", type=Path, help="a file of JSON with fields of fzero.Rates, such as measured ones")
+    parser.add_argument("--batch", type=int, default=1, help="rows of each group of ranks that share examples")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, one after the other")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="by default 3")
+    how.add_argument("--memory", help='a budget that a plan is searched within, as "70GiB"')
+    parser.add_argument("--remat", action="store_true", help="the backward pass computes each layer again")
+    parser.add_argument("--json", action="store_true", help="numbers in bytes and seconds, in the place of a text")
+
+
+def parse_mesh(text: str) -> VirtualMesh:
+    """`"fsdp=64,tp=8"` as a mesh.
+
+    Raises:
+        FzeroError: for what names no axes and sizes.
+    """
+    try:
+        return VirtualMesh(**{name: int(size) for name, size in (each.split("=") for each in text.split(","))})
+    except (ValueError, TypeError):
+        raise FzeroError("--mesh", f"is {text!r}", "write axes and sizes, as in fsdp=64,tp=8") from None
+
+
+def print_plan(options: argparse.Namespace) -> None:
+    """Print what a step would take."""
+    from fzero.planner.forecast import Recipe, forecast  # with transformers, which other commands do without
+
+    mesh, hardware = parse_mesh(options.mesh), HARDWARE[options.hardware]
+    rates = hardware.rates(mesh) if options.rates is None else read_rates(options.rates)
+    if options.memory is not None:
+        parse_size("--memory", options.memory)
+    recipe = Recipe(options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat)
+    found = forecast(options.config, mesh, recipe, rates)
+    if options.json:
+        rows = found._asdict() | {
+            "tokens_a_second": found.tokens_a_second,
+            "utilization": found.utilization(hardware),
+            "fits": found.peak <= hardware.nbytes,
+            "rates": rates._asdict(),
+        }
+        print(json.dumps(rows, indent=2))
+    else:
+        print("\n".join(describe(found, options, mesh)))
+
+
+def read_rates(path: Path) -> Rates:
+    """Rates from a file.
+
+    Raises:
+        FzeroError: for a file that has no rates.
+    """
+    try:
+        given: dict[str, Any] = json.loads(path.read_text())
+        return Rates(**given | {"axes": tuple(map(tuple, given.get("axes", ())))})
+    except (OSError, ValueError, TypeError) as error:
+        way_out = f"give JSON with the fields {', '.join(Rates._fields)}: json.dumps(step.calibrate(...)._asdict())"
+        raise FzeroError(str(path), f"has no rates: {error}", way_out) from error
+
+
+def describe(found: Forecast, options: argparse.Namespace, mesh: VirtualMesh) -> list[str]:
+    """A forecast as lines."""
+    hardware = HARDWARE[options.hardware]
+    room, waiting = hardware.nbytes - found.peak, found.seconds - found.busy
+    ranks = " x ".join(f"{mesh.size(axis)} {axis}" for axis in mesh.names)
+    rates = f"{options.rates}" if options.rates else f"{ATTAINED:.0%} of the data sheet ({hardware.source})"
+    fits = f"{format_size(room)} are free" if room >= 0 else f"{format_size(-room)} TOO MUCH"
+    return [
+        f"{found.parameters:,} parameters on {found.ranks:,} x {options.hardware} ({ranks}), "
+        f"{found.tokens:,} tokens a step",
+        f"memory    {format_size(found.peak)} at the peak of {format_size(hardware.nbytes)}: {fits}",
+        f"          {format_size(found.state)} of parameters and optimizer state",
+        *(f"          {format_size(size)} of {what}, at the peak" for what, size in found.largest[:4]),
+        *(f"moved     {format_size(size)} a step over {axis}" for axis, size in found.moved.items()),
+        f"time      {found.seconds:.3f} s a step: {found.busy:.3f} s of compute, {waiting:.3f} s of waiting",
+        f"          {found.tokens_a_second:,.0f} tokens a second and rank, {found.tokens / found.seconds:,.0f} in all, "
+        f"{found.utilization(hardware):.1%} of the dense flops",
+        f"rates     {rates}",
+        *(f"plan      {line}" for remark in found.remarks for line in remark.splitlines()),
+        *(_list_ways(found, options) if room < 0 else ()),
+    ]
+
+
+def _list_ways(found: Forecast, options: argparse.Namespace) -> list[str]:
+    """What may make a step fit, the cheapest first, as options of the command."""
+    short = found.peak / HARDWARE[options.hardware].nbytes
+    ways = [
+        ("--remat: layers are computed again, for about a third more compute", not options.remat),
+        (f"--memory {int(HARDWARE[options.hardware].nbytes * 0.95) >> 30}GiB: a search decides what is computed again",
+         options.memory is None),
+        (f"--microbatches {options.batch}: one row at a time", options.batch > options.microbatches),
+        (f"a mesh of {2 ** math.ceil(math.log2(short))} times the ranks", True),
+    ]  # fmt: skip
+    return ["to try    " + way for way, helps in ways if helps]

@@ -1,0 +1,141 @@
+"""Forecast: a step of AdamW of a model of transformers, traced on a virtual mesh from meta tensors, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fzero.base import tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
+from fzero.hf.parallelize import parallel
+from fzero.optim.base import apply_updates
+from fzero.optim.presets import adamw
+from fzero.planner.hardware import Hardware
+from fzero.program.flops import count_flops
+from fzero.program.operation import nbytes
+from fzero.program.program import Program
+from fzero.program.rates import Rates
+from fzero.simulation import simulate
+from fzero.values.gradients import value_and_grad
+from fzero.values.microbatches import accumulate
+from fzero.values.precision import precision
+
+
+class Recipe(NamedTuple):
+    """What is trained, and how: `batch` rows of `length` tokens for each group of ranks that share examples, in
+    `microbatches`, float32 weights and state, `compute` in another dtype. With `remat` the backward pass computes each
+    layer again. `memory` is a budget in bytes, in the place of the `stage`."""
+
+    batch: int = 1
+    length: int = 4096
+    microbatches: int = 1
+    stage: int | None = None
+    memory: str | None = None
+    remat: bool = False
+    compute: torch.dtype = torch.bfloat16
+
+
+class Forecast(NamedTuple):
+    """What a step takes on the rank that takes most. Bytes, seconds, and flops of all matrix products on one rank,
+    those that are computed again among them; `moved` has the bytes of the buffers of collectives by mesh axis, and
+    `state` the bytes of parameters and optimizer state that a rank holds between steps. `tokens` are those of all
+    ranks in a step, `busy` the seconds of compute, and `largest` what is alive at the peak."""
+
+    parameters: int
+    ranks: int
+    nodes: int
+    state: int
+    peak: int
+    largest: list[tuple[str, int]]
+    moved: dict[str, int]
+    seconds: float
+    busy: float
+    flops: int
+    tokens: int
+    remarks: tuple[str, ...]
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.seconds / self.ranks
+
+    def utilization(self, hardware: Hardware) -> float:
+        """The part of the device's dense flops in use. What is computed again counts, as in HFU."""
+        return self.flops / self.seconds / hardware.flops
+
+
+def make_model(config: Path, remat: bool) -> Any:
+    """The model of a config.json of transformers, a decoder, on the meta device."""
+    try:
+        described = AutoConfig.from_pretrained(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32).train()
+    except (OSError, ValueError) as error:
+        problem = f"is no configuration of a decoder of transformers: {error}"
+        raise FzeroError(str(config), problem, "give a config.json, or a folder that has one") from error
+    if remat:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # before 5.24
+    return model
+
+
+def forecast(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> Forecast:
+    """What a step takes. The axes "tp" and "ep" of the mesh are model axes: ranks along them share examples.
+
+    Raises:
+        FzeroError: for a configuration that is none, for sizes that the mesh does not divide, for a budget that no plan
+            fits, as `fzero.hf.parallel` and `fzero.simulate`.
+    """
+    model, optimizer = make_model(config, recipe.remat), adamw(1e-4)
+    shared = [axis for axis in mesh.names if axis in ("tp", "ep")]
+    groups = mesh.size() // (mesh.size(mesh.join(shared)) if shared else 1)
+    params, apply = parallel(model, mesh, tp="tp" if "tp" in shared else None, ep="ep" if "ep" in shared else None)
+
+    @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
+    def loss_of(params: Any, batch: Tensor) -> Tensor:
+        loss: Tensor = apply(params, input_ids=batch, labels=batch, use_cache=False).loss
+        return loss
+
+    def sum_of(params: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_of(params, batch) * batch.numel(), (batch >= 0).sum()
+
+    is_whole = recipe.microbatches == 1
+    differentiate = value_and_grad(loss_of) if is_whole else accumulate(sum_of, recipe.microbatches)
+
+    def train_step(params: Any, state: Any, batch: Tensor) -> Any:
+        loss, grads = differentiate(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return apply_updates(params, updates), state, loss
+
+    batch = torch.empty(groups * recipe.batch, recipe.length, dtype=torch.int64, device="meta")
+    data = tuple(axis for axis in mesh.names if axis not in shared)
+    step = simulate(train_step, mesh, stage=recipe.stage, memory=recipe.memory, data=data)
+    step.schedule_for(rates)
+    program = step.trace(params, optimizer.init(params), batch)
+    return _summarize(program, sum(leaf.numel() for leaf in tree.leaves(params)), batch.numel())
+
+
+def _summarize(program: Program, parameters: int, tokens: int) -> Forecast:
+    timeline, moved = program.timeline(), Counter[str]()
+    for entry in program.comm():
+        moved[entry.axis] += entry.nbytes
+    held = zip(program.arguments, program.placeholders)
+    return Forecast(
+        parameters=parameters,
+        ranks=program.mesh.size(),
+        nodes=len(program.graph.nodes),
+        state=sum(nbytes(node.meta["val"]) for given, node in held if given.bucket is not None),
+        peak=program.memory().peak,
+        largest=[(value.what.partition(" (")[0], value.nbytes) for value in program.largest()],
+        moved=dict(moved),
+        seconds=timeline.seconds,
+        busy=timeline.compute,
+        flops=sum(count_flops(program).values()),
+        tokens=tokens,
+        remarks=program.remarks,
+    )

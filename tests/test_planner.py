@@ -1,0 +1,80 @@
+"""`python -m fzero plan`: memory, bytes and seconds of a step on ranks that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import fzero
+from fzero.__main__ import main
+from fzero.planner.hardware import ATTAINED, HARDWARE
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+LLAMA = {"model_type": "llama", "vocab_size": 128, "num_hidden_layers": 2, "torch_dtype": "bfloat16", **SIZES}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    status = main(["plan", *options])
+    out, error = capsys.readouterr()
+    return out if status == 0 else error
+
+
+def test_a_forecast_has_the_bytes_of_the_step(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    """float32 weights and two moments, cut over eight ranks; bfloat16 on the wire, gradients in float32."""
+    given = ("--config", config, "--length", "32", "--batch", "2", "--json")
+    found = json.loads(plan(capsys, *given, "--mesh", "fsdp=4,tp=2"))
+    numel = 2 * 128 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
+    assert found["parameters"] == numel and found["ranks"] == 8 and found["tokens"] == 4 * 2 * 32
+    assert 0 <= found["state"] / (12 * numel / 8) - 1 < 0.02  # padding
+    assert found["state"] < found["peak"] and found["fits"] and found["moved"].keys() >= {"fsdp", "tp"}
+    assert found["tokens_a_second"] * found["seconds"] * 8 == pytest.approx(found["tokens"])
+    alone = json.loads(plan(capsys, *given, "--mesh", "fsdp=8", "--remat"))
+    assert alone["flops"] > found["flops"] and alone["moved"].keys() == {"fsdp"}
+
+
+def test_a_text_says_what_does_not_fit_and_what_to_try(
+    capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(nbytes=100_000))
+    lines = plan(capsys, "--config", config, "--mesh", "fsdp=2", "--length", "32", "--hardware", "h200").splitlines()
+    assert any("TOO MUCH" in line for line in lines) and any("to try    --remat" in line for line in lines)
+    rates = Path(config) / "rates.json"
+    rates.write_text(json.dumps(HARDWARE["a100-sxm"].rates(fzero.VirtualMesh(fsdp=2))._asdict()))
+    measured = plan(capsys, "--config", config, "--mesh", "fsdp=2", "--length", "32", "--rates", str(rates))
+    assert f"rates     {rates}" in measured
+
+
+def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
+    hardware = HARDWARE["h100-sxm"]
+    axes = dict(hardware.rates(fzero.VirtualMesh(replica=2, fsdp=4, tp=4)).axes)
+    assert axes == {"replica": ATTAINED * 50e9, "fsdp": ATTAINED * 50e9, "tp": ATTAINED * 450e9}
+    assert dict(hardware.rates(fzero.VirtualMesh(fsdp=8)).axes) == {"fsdp": ATTAINED * 450e9}
+    assert hardware.rates(fzero.VirtualMesh(fsdp=8)).flops == ATTAINED * 989e12
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--mesh", "eight"), "--mesh: is 'eight'; write axes"),
+        (("--mesh", "fsdp=1,tp=3"), "has 4 heads, to be split over 3 ranks"),
+        (("--mesh", "fsdp=2", "--memory", "much"), "--memory: "),
+        (("--mesh", "fsdp=2", "--memory", "1KiB"), "least peak"),
+        (("--mesh", "fsdp=2", "--rates", "/dev/null"), "/dev/null: has no rates"),
+        (("--mesh", "fsdp=2", "--config", "/nowhere"), "is no configuration of a decoder"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    capsys: pytest.CaptureFixture[str], config: str, options: tuple[str, ...], problem: str
+) -> None:
+    given = options if "--config" in options else ("--config", config, *options)
+    assert problem in plan(capsys, *given, "--length", "16")
+    assert torch.get_default_device().type == "cpu"
