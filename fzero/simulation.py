@@ -21,21 +21,22 @@ from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, find_model_axes, virtual_mesh
 from fzero.base.placement import Placement
-from fzero.budget.fit import Budget
+from fzero.budget.fit import Rewrite
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
 from fzero.layout.layout import Layout
 from fzero.layout.parts import take_part
+from fzero.options import choose_rewrite, find_plan_of
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
-    choose_rewrite,
     create_pass_state,
     list_flags,
     order_pass_state,
     place_state,
 )
+from fzero.program.plan import Plan
 from fzero.program.program import Program, Result
 from fzero.ranks.virtual import virtual
 from fzero.report import Report, report_step
@@ -57,6 +58,7 @@ def simulate(
     reduce_dtype: torch.dtype | None = None,
     chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
+    plan: Plan | None = None,
     data: Sequence[str] | None = None,
     max_programs: int = MAX_PROGRAMS,
 ) -> Simulation:
@@ -73,8 +75,8 @@ def simulate(
     the slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one
     for each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part;
     every rank gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results
-    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `data` and `max_programs` are
-    as in `shard`.
+    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `plan`, `data` and
+    `max_programs` are as in `shard`.
 
     Raises:
         FzeroError: for a mesh axis that is not a data axis, for an unknown value of an option.
@@ -82,7 +84,7 @@ def simulate(
     mesh = virtual_mesh(ranks)
     model_axes = find_model_axes(mesh, data)
     rewrites = choose_rewrite(
-        passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+        passes, plan, memory, donate=donate, stage=stage, to=to, reduce_dtype=reduce_dtype, chunk=chunk
     )
     return Simulation(fn, mesh, rewrites, max_programs, model_axes)
 
@@ -95,7 +97,7 @@ class Simulation:
         self,
         fn: Callable[..., Any],
         mesh: VirtualMesh,
-        passes: Sequence[Pass] | Budget,
+        passes: Rewrite,
         max_programs: int = MAX_PROGRAMS,
         model_axes: tuple[str, ...] = (),
     ) -> None:
@@ -120,6 +122,11 @@ class Simulation:
         """What a call with these arguments does, as `Step.report` of `fzero.shard`."""
         leaves, treedef = tree.flatten(args)
         return report_step(self._prepare(treedef, leaves), args)
+
+    def plan(self, *args: Any) -> Plan:
+        """The plan of a call with these arguments, as `Step.plan` of `fzero.shard`."""
+        leaves, treedef = tree.flatten(args)
+        return find_plan_of(self._prepare(treedef, leaves))
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""

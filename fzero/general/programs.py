@@ -12,7 +12,8 @@ from typing import Any
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import Conditions
 from fzero.base.symbols import Symbols
-from fzero.budget.fit import Budget, find_plan, follow_plan
+from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
+from fzero.budget.programs import follow_plan
 from fzero.general.sizes import Place, Sizes, find_changes, find_size, is_batch, open_form
 from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
 from fzero.program import ops
@@ -42,10 +43,14 @@ Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
 class Schedule:
     """A trace with open sizes and what is made of it: templates. `late` passes, or a budget, depend on sizes."""
 
-    def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], passes: Sequence[Pass] | Budget):
-        self.symbols, self.late = symbols, passes
+    def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], rewrite: Rewrite):
+        self.symbols = symbols
         early: Sequence[Pass] = ()
-        if not isinstance(passes, Budget):
+        self.late: Budget | Sequence[Pass]
+        if isinstance(rewrite, Budget):
+            self.late = rewrite
+        else:
+            passes = list_passes_of(rewrite)
             at = list(map(name_of_pass, passes)).index(_BY_SIZES)
             early, self.late = passes[:at], passes[at:]
         with _raw_numbers():
@@ -56,8 +61,9 @@ class Schedule:
         early = _schedule_by(self.early, Open(self.symbols, tuple(sizes)))
         with _raw_numbers():
             if isinstance(self.late, Budget):
-                found = find_plan(fill_reference(early), self.late)
-                return make_template(follow_plan(early, self.late, found.plan))
+                found = find_plan(fill_reference(early), self.late).program
+                assert found.plan is not None
+                return make_template(replace(follow_plan(early, found.plan), remarks=found.remarks))
             return make_template(run_passes(early, self.late))
 
 
@@ -149,10 +155,10 @@ class General:
 
 
 def trace_general(
-    trace: Trace, passes: Sequence[Pass] | Budget, finish: Finish, signature: Signature, known: Sequence[Signature]
+    trace: Trace, rewrite: Rewrite, finish: Finish, signature: Signature, known: Sequence[Signature]
 ) -> General:
-    """A program with open sizes: those in which a signature differs from `known` ones. `passes` make a program of what
-    `trace` returns.
+    """A program with open sizes: those in which a signature differs from `known` ones. `rewrite` says what becomes of
+    what `trace` returns.
 
     Raises:
         FzeroError: where there is no such program.
@@ -164,14 +170,14 @@ def trace_general(
     for sizes, places in found.items():
         opened |= dict.fromkeys(places, symbols.open(sizes[0]))
     forms = {i: open_form(signature[2][i], opened, i) for i in dict.fromkeys(i for i, _ in opened)}
-    schedule = Schedule(trace, symbols, forms, passes)
+    schedule = Schedule(trace, symbols, forms, rewrite)
     sizes_of_all = Sizes(signature, tuple(map(tuple, found.values())))
-    return General(sizes_of_all, lambda: symbols.conditions, finish, find_limit(passes), schedule)
+    return General(sizes_of_all, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
 
 
-def find_limit(passes: Sequence[Pass] | Budget) -> int | None:
+def find_limit(rewrite: Rewrite) -> int | None:
     """The bytes of a budget; None without one."""
-    return passes.limit if isinstance(passes, Budget) else None
+    return rewrite.limit if isinstance(rewrite, Budget) else None
 
 
 def _schedule_by(program: Program, opened: Open) -> Program:
@@ -230,20 +236,20 @@ class Generals:
         signature: Signature,
         known: Sequence[tuple[Signature, Program]],
         trace: Trace,
-        passes: Sequence[Pass] | Budget,
+        rewrite: Rewrite,
         finish: Finish,
     ) -> General | None:
         """A new general program, where one of the programs `known`, which were traced at other signatures, differs in
         sizes only, and no general program fits it. None where there is none."""
-        own = passes.passes() if isinstance(passes, Budget) else passes
-        if any(map(is_foreign, own)) or _BY_SIZES not in map(name_of_pass, own):
+        passes = list_passes_of(rewrite)
+        if any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
         if not like or self._tries <= 0:
             return None
         self._tries -= 1
         try:
-            general = trace_general(trace, passes, finish, signature, [each for each, _ in like])
+            general = trace_general(trace, rewrite, finish, signature, [each for each, _ in like])
             check_general(general, like)
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
             _log.debug("%s is traced for each shape: %s", self.name, error)

@@ -161,6 +161,17 @@ def place_results(program: Program) -> Program:
     return replace(program, results=tuple(map(place, program.results)))
 
 
+def list_movable(program: Program, to: Placement | None) -> list[int]:
+    """The positions of the arguments that may lie on the device or in `to`: state in slices that lies in no third
+    placement. None of them where `to` is None."""
+    return [
+        i
+        for i, argument in enumerate(program.arguments)
+        if to and argument.bucket is not None and argument.place in (None, to)
+        if not program.layouts[argument.bucket].replicated
+    ]
+
+
 def place_arguments(program: Program, places: Mapping[int, Placement | None]) -> Program:
     """A traced program, the arguments of which at these positions lie in these places, and the results that replace
     them too."""
