@@ -104,8 +104,8 @@ class Plan:
         return "\n  ".join([f"stage {self.stage}, {updates}", *lines])
 
     def lines(self) -> list[str]:
-        """What ranks compare: one line for each field that decides something. What a plan was made for is none."""
-        return [f"plan: {name} {value}" for name, value in _write(self).items() if name not in ("mesh", "rates")]
+        """What ranks compare, one line each: all but the mesh and the rates that the plan was made for."""
+        return [f"plan {name}: {value}" for name, value in _write(self).items() if name not in ("mesh", "rates")]
 
     def check_mesh(self, mesh: VirtualMesh) -> None:
         """Refuse a step on another mesh than the plan was made for."""
@@ -116,7 +116,8 @@ class Plan:
     @check_arguments
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file of JSON. Ranks have equal plans, so that one of them saves."""
-        rows = {_VERSION_KEY: VERSION, **_write(self)}
+        usual, rows = _write(Plan()), {_VERSION_KEY: VERSION, "stage": self.stage}
+        rows |= {name: x for name, x in _write(self).items() if x != usual[name]}
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in rows.items())
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -196,10 +197,9 @@ def _name_dtype(dtype: torch.dtype) -> str:
 
 
 def _write(plan: Plan) -> dict[str, Any]:
-    """Name -> plain data, of the fields that are not as in `Plan()`, and of the stage."""
+    """Name -> plain data, of all fields."""
     given = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    own = {name: x for name, x in given.items() if name == "stage" or x != Plan.__dataclass_fields__[name].default}
-    return {name: _WRITERS.get(name, lambda x: x)(x) for name, x in own.items()}
+    return {name: x if x is None or name not in _WRITERS else _WRITERS[name](x) for name, x in given.items()}
 
 
 def _write_place(place: Placement) -> Any:

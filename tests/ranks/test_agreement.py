@@ -189,6 +189,15 @@ def another_setting(mesh: DeviceMesh) -> Differing:
     return Differing(found, float(loss))
 
 
+def another_plan(mesh: DeviceMesh) -> Differing:
+    """Of one layer: the program is the same at both stages."""
+    plan = fzero.passes.Plan(stage=2 if is_odd(mesh) else 3)
+    step, params = fzero.shard(loss_of, mesh, plan=plan), fzero.partition(full_params(), mesh)
+    found = refusal(lambda: step(params, torch.ones(2, 5)))
+    _, loss = going_on(mesh)(fzero.partition(full_params(), mesh), torch.ones(2, 5))
+    return Differing(found, float(loss))
+
+
 def errors_of_three_ranks(mesh: DeviceMesh) -> Differing:
     def step(params: Any, x: Tensor) -> Any:
         if is_odd(mesh):
@@ -226,6 +235,7 @@ PARTS = {
     another_tensor_in_the_step: ("constant ", "5.0", "6.0"),
     another_tensor_since: ("constant ", "float32[] [2.0]", "float32[] [3.0]"),
     a_write_on_some_ranks: ("constant ", "float32[] [1.0]", "float32[] [3.0]"),
+    another_plan: ("plan stage: ", "'plan stage: 3'", "'plan stage: 2'"),
     another_setting: ("setting deterministic: ", "False", "True"),
 }
 
