@@ -37,7 +37,7 @@ from fzero.pipeline import Pipeline
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
 from fzero.returned import Returned
-from fzero.transform import _copy_aliases
+from fzero.pipeline import copy_aliases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig
@@ -133,7 +133,7 @@ def recognition(leaves: int, calls: int = 200) -> Row:
         watch = Watch()
         given, treedef = watch.of("flatten", fzero.tree.flatten, (state,))
         returned = watch.of("recognize", pipeline.prepare, given, treedef)
-        tensors = watch.of("take", _copy_aliases, given, range(leaves))
+        tensors = watch.of("take", copy_aliases, given, range(leaves))
         (state,) = watch.of("return", returned, tensors)
         for name, seconds in watch.seconds.items():
             taken.setdefault(name, []).append(seconds)

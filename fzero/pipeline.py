@@ -20,7 +20,7 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.base.sizes import format_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
-from fzero.budget.programs import mark_saved
+from fzero.budget.programs import mark_trace
 from fzero.cache.programs import Call, Entry, Programs
 from fzero.files import address_of, duplicate
 from fzero.general.programs import General, Generals
@@ -127,7 +127,7 @@ class Pipeline(Generic[T]):
             traced = replace(dequantize(traced), measured=self._measured)
             if isinstance(self.passes, Plan):
                 plan = replace(self.passes, rates=self._measured)
-                traced = replace(mark_saved(traced, plan), plan=plan)
+                traced = replace(mark_trace(traced, plan), plan=plan)
             rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
         check_seeds(rolled)
         if symbols is None:  # else it has been traced at another shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from fzero.budget.saved import list_saved
+from fzero.budget.saved import list_saved_values
 from fzero.passes import list_passes
 from fzero.passes.fuse import fuse
 from fzero.passes.prefetch import prefetch
@@ -25,11 +25,11 @@ def follow_plan(traced: Program, plan: Plan) -> Program:
     Raises:
         FzeroError: for a name of the plan that the step does not have; as the passes do.
     """
-    resolved = resolve(roll(mark_saved(traced.copy(), plan)))
+    resolved = resolve(roll(mark_trace(traced.copy(), plan)))
     return run_passes(replace(resolved, plan=plan, is_spare=True), list_passes(plan))
 
 
-def mark_saved(traced: Program, plan: Plan) -> Program:
+def mark_trace(traced: Program, plan: Plan) -> Program:
     """A trace with marks of what a plan computes again and has on the host; the trace itself where that is nothing.
 
     Raises:
@@ -59,7 +59,7 @@ class _Marker:
 
     @cached_property
     def _saved(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
-        return list_saved(self._traced)
+        return list_saved_values(self._traced)
 
     def __call__(self, program: Program, plan: Plan) -> Program:
         """A copy of `numbered`, or of what was made of it, with the regions of a plan."""

@@ -92,7 +92,7 @@ def find_segments(traced: Program, rates: Rates, has_host: bool = False) -> list
     return segments
 
 
-def list_saved(traced: Program) -> list[tuple[tuple[int, ...], frozenset[int]]]:
+def list_saved_values(traced: Program) -> list[tuple[tuple[int, ...], frozenset[int]]]:
     """The members of each segment of a trace that has values to compute again, and the nodes of these values
     (`Segment.saved`)."""
     trace = _Trace(traced, False)

@@ -65,7 +65,7 @@ def assert_equal(restored: Program, traced: Program) -> None:
 def test_a_program_from_a_file_is_the_one_that_was_traced(name: str, world: int, how: str, tmp_path: Path) -> None:
     case = STEPS[name](VirtualMesh(fsdp=world))
     passes = {
-        "defaults": defaults(stage=3),
+        "defaults": Plan(),
         "nothing": (),
         "budget": Budget(1 << 30, Plan()),
     }
