@@ -242,7 +242,7 @@ def test_the_table_of_fields_is_complete() -> None:
 
 def test_the_table_of_places_has_the_default_passes_in_order() -> None:
     named = [name for place, _ in rows(PASSES, "behind the pass ") for name in re.findall(r"`(\w+)`", place)]
-    every = passes.defaults(stage=1, reduce_dtype=torch.float32)
+    every = passes.defaults(stage=1, reduce_dtype=torch.float32, to=fzero.host())
     expected = [name_of_pass(rewrite) for rewrite in every]
     assert named == expected
 

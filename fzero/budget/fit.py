@@ -15,7 +15,7 @@ from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
 from fzero.budget.movable import NOTHING, Movable
 from fzero.budget.outline import Outline
 from fzero.budget.placements import list_placement_choices
-from fzero.budget.programs import Programs, verify_program
+from fzero.budget.programs import Builder, verify_program
 from fzero.budget.saved import Level, Segment, find_segments
 from fzero.passes import list_passes
 from fzero.passes.run import Pass
@@ -71,7 +71,7 @@ def find_plan(traced: Program, budget: Budget) -> Found:
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.
     """
-    plan, programs = replace(budget.plan, mesh=traced.mesh, rates=traced.measured), Programs(traced)
+    plan, programs = replace(budget.plan, mesh=traced.mesh, rates=traced.measured), Builder(traced)
     resident = Space(traced, programs, plan, is_resident=plan.to is not None)
     found = resident.find(budget.limit) if plan.to and resident.is_fastest(budget.limit) else None
     if found is None:
