@@ -94,10 +94,10 @@ def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bo
 class Builder:
     """Makes the programs of a trace, by plans.
 
-    Builder share what stands in front of the first pass that they differ in. Without loops all share the resolved
-    trace. Builder that compute the same values again and keep the same buckets share what stands in front of `place`,
+    Programs share what stands in front of the first pass that they differ in. Without loops all share the resolved
+    trace. Programs that compute the same values again and keep the same buckets share what stands in front of `place`,
     because where state lies matters to the passes behind it. Those that have state in the same places also share what
-    stands in front of `prefetch`, to which the room of collectives matters. Builder are not verified:
+    stands in front of `prefetch`, to which the room of collectives matters. Programs are not verified:
     `verify_program` verifies the one that a step takes.
     """
 
