@@ -43,23 +43,16 @@ def mark_trace(traced: Program, plan: Plan) -> Program:
 
 class _Marker:
     """Marks nodes of a trace, and what was made of them, with the regions of a plan. Nodes are known by their numbers
-    in the trace, which their copies have too."""
+    in the trace. `numbered` is a copy of the trace whose nodes know theirs."""
 
     def __init__(self, traced: Program) -> None:
-        self._traced = traced
-        self._numbers = {node.name: number for number, node in enumerate(traced.graph.nodes)}
-
-    @cached_property
-    def numbered(self) -> Program:
-        """A copy of the trace whose nodes know their numbers."""
-        program = self._traced.copy()
-        for number, node in enumerate(program.graph.nodes):
+        self.numbered, self._names = traced.copy(), [node.name for node in traced.graph.nodes]
+        for number, node in enumerate(self.numbered.graph.nodes):
             set_mark(node.meta, get_mark(node)._replace(number=number))
-        return program
 
     @cached_property
     def _saved(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
-        return list_saved_values(self._traced)
+        return list_saved_values(self.numbered)
 
     def __call__(self, program: Program, plan: Plan) -> Program:
         """A copy of `numbered`, or of what was made of it, with the regions of a plan."""
@@ -72,11 +65,12 @@ class _Marker:
 
     def _find_regions(self, plan: Plan) -> dict[int | None, Region]:
         """Node -> its region. Those of a segment that computes values again have one region together."""
-        names = list(self._numbers)
-        known = (names[i] for _, saved in self._saved for i in saved) if plan.again else ()
+        known = (self._names[i] for _, saved in self._saved for i in saved) if plan.again else ()
         check_names("again", plan.again, known, "the values that the step can compute again")
-        check_names("on_host", plan.on_host, names, "the values of the step")
-        again, moved = (frozenset(map(self._numbers.__getitem__, names)) for names in (plan.again, plan.on_host))
+        check_names("on_host", plan.on_host, self._names, "the values of the step")
+        again, moved = (
+            frozenset(i for i, name in enumerate(self._names) if name in names) for names in (plan.again, plan.on_host)
+        )
         regions: dict[int | None, Region] = {}
         regions |= dict.fromkeys(moved, Region(_keep_nothing, in_backward=False, moved=moved))
         for members, saved in self._saved if again else ():

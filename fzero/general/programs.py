@@ -44,12 +44,9 @@ class Schedule:
     """A trace with open sizes and what is made of it: templates. `late` passes, or a budget, depend on sizes."""
 
     def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], rewrite: Rewrite):
-        self.symbols = symbols
+        self.symbols, self.late = symbols, rewrite
         early: Sequence[Pass] = ()
-        self.late: Budget | Sequence[Pass]
-        if isinstance(rewrite, Budget):
-            self.late = rewrite
-        else:
+        if not isinstance(rewrite, Budget):
             passes = list_passes_of(rewrite)
             at = list(map(name_of_pass, passes)).index(_BY_SIZES)
             early, self.late = passes[:at], passes[at:]
@@ -64,7 +61,7 @@ class Schedule:
                 found = find_plan(fill_reference(early), self.late).program
                 assert found.plan is not None
                 return make_template(replace(follow_plan(early, found.plan), remarks=found.remarks))
-            return make_template(run_passes(early, self.late))
+            return make_template(run_passes(early, list_passes_of(self.late)))
 
 
 @contextmanager

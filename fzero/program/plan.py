@@ -74,10 +74,9 @@ class Plan:
             raise FzeroError("ahead", f"is {self.ahead!r}", "give a number of bytes from 0 on, or None")
         if self.chunk is not None:
             object.__setattr__(self, "chunk", parse_size("chunk", self.chunk))
-        if self.reduce_dtype is not None and self.reduce_dtype not in REDUCE_DTYPES:
-            known = " or ".join(map(str, REDUCE_DTYPES))
-            problem = f"is {self.reduce_dtype!r}"
-            raise FzeroError("reduce_dtype", problem, f"give {known}, or None to keep each gradient's dtype")
+        if self.reduce_dtype not in (None, *REDUCE_DTYPES):
+            way_out = f"give {' or '.join(map(str, REDUCE_DTYPES))}, or None to keep each gradient's dtype"
+            raise FzeroError("reduce_dtype", f"is {self.reduce_dtype!r}", way_out)
         if self.keep and self.stage != 3:
             problem = f"names buckets, and the stage is {self.stage}, which gathers no bucket twice"
             raise FzeroError("keep", problem, "give stage=3, or no buckets")
@@ -140,7 +139,7 @@ class Plan:
             raise FzeroError(where, f"is no plan of version {VERSION}", _WAY_OUT)
         check_names(f"{where}: keys", rows, (field.name for field in fields(Plan)), "a plan")
         try:
-            return Plan(**{name: _READERS.get(name, lambda x: x)(value) for name, value in rows.items()})
+            return Plan(**{name: _FORMS[name][1](x) if name in _FORMS else x for name, x in rows.items()})
         except FzeroError as error:
             raise FzeroError(f"{where}: {error.where}", error.problem, error.way_out) from error
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -189,9 +188,6 @@ _NUMBER = re.compile(r"(_)\d+$|(?<![^.])\d+(?![^.])")
 """The number at the end of a node's name, and the number of a layer in a path."""
 
 
-# JSON
-
-
 def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -199,35 +195,17 @@ def _name_dtype(dtype: torch.dtype) -> str:
 def _write(plan: Plan) -> dict[str, Any]:
     """Name -> plain data, of all fields."""
     given = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    return {name: x if x is None or name not in _WRITERS else _WRITERS[name](x) for name, x in given.items()}
+    return {name: x if x is None or name not in _FORMS else _FORMS[name][0](x) for name, x in given.items()}
 
 
-def _write_place(place: Placement) -> Any:
-    return {"host": {"pin": place.pin}} if isinstance(place, Host) else {"disk": str(place.path)}
-
-
-def _read_place(data: Any) -> Placement:
-    return Host(**data["host"]) if "host" in data else Disk(Path(data["disk"]))
-
-
-def _read_dtype(name: str) -> Any:
-    return getattr(torch, name)
-
-
-def _read_rates(data: Any) -> Rates:
-    return Rates(**{**data, "axes": tuple((axis, wire) for axis, wire in data["axes"])})
-
-
-_WRITERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(_SETS, sorted),
-    "to": _write_place,
-    "reduce_dtype": _name_dtype,
-    "mesh": lambda mesh: mesh.sizes,
-    "rates": Rates._asdict,
+_FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    **dict.fromkeys(_SETS, (sorted, lambda names: names)),
+    "to": (
+        lambda place: {"host": {"pin": place.pin}} if isinstance(place, Host) else {"disk": str(place.path)},
+        lambda data: Host(**data["host"]) if "host" in data else Disk(Path(data["disk"])),
+    ),
+    "reduce_dtype": (_name_dtype, lambda name: getattr(torch, name)),
+    "mesh": (lambda mesh: mesh.sizes, lambda sizes: VirtualMesh(**sizes)),
+    "rates": (Rates._asdict, lambda data: Rates(**data | {"axes": tuple(map(tuple, data["axes"]))})),
 }
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "to": _read_place,
-    "reduce_dtype": _read_dtype,
-    "mesh": lambda sizes: VirtualMesh(**sizes),
-    "rates": _read_rates,
-}
+"""Field -> the functions to plain data of JSON, and back."""
