@@ -67,12 +67,11 @@ def test_a_plan_is_a_few_lines_and_has_the_rates_that_scheduled_it(tmp_path: Pat
     again = fzero.simulate(given.step, given.mesh, plan=plan)
     assert_same(again.trace(*given.args), searched)
     assert searched.measured == plan.rates == again.trace(*given.args).measured
-    lines = str(plan).splitlines()
-    assert lines[0] == "stage 3, writes new state over the old" and len(lines) < 8
-    again = r"  computes values again, \d+: (\w+( x\d+)?(, )?)+(\.\.\.)?"
-    assert any(re.fullmatch(again, line) for line in lines), lines
-    assert any(line.startswith("  has state in fzero.host(pin=True), ") for line in lines), lines
-    assert lines[-1] == "  was made for VirtualMesh(fsdp=2)"
+    assert re.fullmatch(
+        r"stage: 3\n(keep: .*\n)?again: \d+: (\w+( x\d+)?(, )?)+(\.\.\.)?\non_host: .*\nto: fzero\.host\(pin=True\)\n"
+        r"away: .*\n(ahead: .*\n)?mesh: VirtualMesh\(fsdp=2\)\nrates: Rates\(.*\)",
+        str(plan),
+    ), str(plan)
 
 
 def test_a_plan_holds_at_all_lengths() -> None:
@@ -115,22 +114,22 @@ def test_a_file_of_a_plan_is_readable_and_one_that_is_none_is_refused(tmp_path: 
     assert list(rows) == ["fzero plan", "stage", "keep", "to", "away", "chunk", "in_place"]
     assert rows["keep"] == ["blocks.0", "blocks.1"] and Plan.load(path) == plan
     wrong = {
-        "[]": "has no key 'fzero plan'; give a file that Plan.save wrote",
-        "{": "cannot be read: Expecting",
-        '{"stage": 3}': "has no key 'fzero plan'",
-        '{"fzero plan": 2}': "is no plan of version 1",
+        "[]": "is no plan: TypeError.*; give a file that Plan.save wrote",
+        "{": "is no plan: JSONDecodeError.*Expecting",
+        '{"stage": 3}': "is no plan: KeyError.*fzero plan",
+        '{"fzero plan": 2}': "is no plan: .*of another version than 1",
         '{"fzero plan": 1, "kep": []}': r"keys: 'kep' is not of a plan; the nearest are keep, ",
         '{"fzero plan": 1, "stage": 4}': "stage: is 4; stages are 0, 1, 2 and 3",
         '{"fzero plan": 1, "keep": "blocks.0"}': "keep: is 'blocks.0'; give names",
-        '{"fzero plan": 1, "to": {"hst": {}}}': "has a value that no plan has: 'disk'",
-        '{"fzero plan": 1, "reduce_dtype": "float31"}': "has a value that no plan has: .*float31",
+        '{"fzero plan": 1, "to": {"hst": {}}}': "is no plan: KeyError.*disk",
+        '{"fzero plan": 1, "reduce_dtype": "float31"}': "is no plan: AttributeError.*float31",
         '{"fzero plan": 1, "mesh": {"fsdp": 0}}': "mesh axis fsdp: has size 0",
     }
     for text, problem in wrong.items():
         path.write_text(text)
         with pytest.raises(FzeroError, match=rf"^plan '.*plan\.json':? .*{problem}"):
             Plan.load(path)
-    with pytest.raises(FzeroError, match="cannot be read: .*No such file"):
+    with pytest.raises(FzeroError, match="is no plan: FileNotFoundError.*No such file"):
         Plan.load(tmp_path / "nothing.json")
 
 

@@ -280,9 +280,8 @@ class Space:
         peaks |= {point: self.build(point).memory().peak for point in self._list_smaller(found) if point not in peaks}
         within = [point for point, peak in peaks.items() if peak <= limit]
         is_compared = self.is_small and ahead != 0
-        best = min(
-            within, key=lambda point: (is_compared and self._time(point), point.seconds, point.peak), default=None
-        )
+        seconds = {point: self.build(point).timeline().seconds for point in within if is_compared}
+        best = min(within, key=lambda point: (seconds.get(point), point.seconds, point.peak), default=None)
         return self._tell(best, self.build(best), limit) if best else None
 
     def _list_smaller(self, found: Point | None) -> list[Point]:
@@ -293,10 +292,6 @@ class Space:
             return []
         at, away = self.frontier.index(found), self.pick(found).away
         return [point for point in self.frontier[max(at - COMPARED, 0) : at] if self.pick(point).away <= away]
-
-    def _time(self, point: Point) -> float:
-        """The seconds of the program of a point."""
-        return self.build(point).timeline().seconds
 
     def widen(self, limit: int, ahead: int) -> Found | None:
         """A program of this space in which collectives have more bytes, `ahead`, and in exchange more is computed or

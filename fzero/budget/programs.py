@@ -25,8 +25,13 @@ def follow_plan(traced: Program, plan: Plan) -> Program:
     Raises:
         FzeroError: for a name of the plan that the step does not have; as the passes do.
     """
-    resolved = resolve(roll(mark_trace(traced.copy(), plan)))
-    return run_passes(replace(resolved, plan=plan, is_spare=True), list_passes(plan))
+    return verify_program(Builder(traced)(plan))
+
+
+def verify_program(program: Program) -> Program:
+    """A program of `Builder`, verified."""
+    assert program.plan is not None
+    return run_passes(program, list_passes(program.plan)[-1:])
 
 
 def mark_trace(traced: Program, plan: Plan) -> Program:
@@ -37,24 +42,55 @@ def mark_trace(traced: Program, plan: Plan) -> Program:
     """
     if not plan.again and not plan.on_host:
         return traced
-    marker = _Marker(traced)
-    return marker(marker.numbered, plan)
+    builder = Builder(traced)
+    return builder.mark(builder.numbered, plan)
 
 
-class _Marker:
-    """Marks nodes of a trace, and what was made of them, with the regions of a plan. Nodes are known by their numbers
-    in the trace. `numbered` is a copy of the trace whose nodes know theirs."""
+class Builder:
+    """Makes the programs of a trace, by plans.
+
+    Programs share what stands in front of the first pass that they differ in. Without loops all share the resolved
+    trace. Programs that compute the same values again and keep the same buckets share what stands in front of `place`,
+    because where state lies matters to the passes behind it. Those that have state in the same places also share what
+    stands in front of `prefetch`, to which the room of collectives matters. Programs are not verified:
+    `verify_program` verifies the one that a step takes.
+
+    `numbered` is a copy of the trace whose nodes know their numbers, and so do the nodes that are made of them.
+    """
 
     def __init__(self, traced: Program) -> None:
         self.numbered, self._names = traced.copy(), [node.name for node in traced.graph.nodes]
         for number, node in enumerate(self.numbered.graph.nodes):
             set_mark(node.meta, get_mark(node)._replace(number=number))
+        self._shared: dict[tuple[object, ...], Program] = {}
+
+    def __call__(self, plan: Plan) -> Program:
+        """The program of a plan."""
+        passes = list_passes(plan)
+        names = [name_of_pass(each) for each in passes]
+        first = names.index(name_of_pass(fuse)) - (plan.to is not None)  # in front of `place`
+        second = names.index(name_of_pass(prefetch))
+        key = plan.again, plan.on_host, plan.keep
+        early = self._share(key, lambda: run_passes(self._resolve(plan), passes[:first]))
+        late = self._share((*key, plan.to, plan.away), lambda: run_passes(early, passes[first:second]))
+        return replace(run_passes(late, passes[second:-1]), plan=plan)
+
+    def _resolve(self, plan: Plan) -> Program:
+        """The marked trace, resolved. What a turn computes again is decided before turns become loops."""
+        if has_turns(self.numbered):
+            return resolve(roll(self.mark(self.numbered, plan)))
+        return self.mark(self._share((), lambda: resolve(self.numbered)), plan)
+
+    def _share(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     @cached_property
     def _saved(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
         return list_saved_values(self.numbered)
 
-    def __call__(self, program: Program, plan: Plan) -> Program:
+    def mark(self, program: Program, plan: Plan) -> Program:
         """A copy of `numbered`, or of what was made of it, with the regions of a plan."""
         regions, marked = self._find_regions(plan), program.copy()
         for node in marked.graph.nodes:
@@ -83,48 +119,3 @@ class _Marker:
 def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
     """The policy of a region that keeps or moves the nodes that it names, and nothing else."""
     return False
-
-
-class Builder:
-    """Makes the programs of a trace, by plans.
-
-    Programs share what stands in front of the first pass that they differ in. Without loops all share the resolved
-    trace. Programs that compute the same values again and keep the same buckets share what stands in front of `place`,
-    because where state lies matters to the passes behind it. Those that have state in the same places also share what
-    stands in front of `prefetch`, to which the room of collectives matters. Programs are not verified:
-    `verify_program` verifies the one that a step takes.
-    """
-
-    def __init__(self, traced: Program) -> None:
-        self._mark = _Marker(traced)
-        self._shared: dict[tuple[object, ...], Program] = {}
-
-    def __call__(self, plan: Plan) -> Program:
-        """The program of a plan."""
-        passes = list_passes(plan)
-        names = [name_of_pass(each) for each in passes]
-        first = names.index(name_of_pass(fuse)) - (plan.to is not None)  # in front of `place`
-        second = names.index(name_of_pass(prefetch))
-        again = plan.again, plan.on_host
-        early = self._share((again, plan.keep), lambda: run_passes(self._resolve(plan), passes[:first]))
-        places = again, plan.keep, plan.to, plan.away
-        late = self._share(places, lambda: run_passes(early, passes[first:second]))
-        return replace(run_passes(late, passes[second:-1]), plan=plan)
-
-    def _resolve(self, plan: Plan) -> Program:
-        """The marked trace, resolved. What a turn computes again is decided before turns become loops."""
-        numbered = self._mark.numbered
-        if has_turns(numbered):
-            return resolve(roll(self._mark(numbered, plan)))
-        return self._mark(self._share((), lambda: resolve(numbered)), plan)
-
-    def _share(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-
-def verify_program(program: Program) -> Program:
-    """A program that `Programs` made, verified."""
-    assert program.plan is not None
-    return run_passes(program, list_passes(program.plan)[-1:])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from fzero.base.placement import Placement
-from fzero.program.places import list_movable, place_arguments
+from fzero.program.places import list_movable, place_results
 from fzero.program.plan import check_names
 from fzero.program.program import Program
 
@@ -20,6 +21,9 @@ def place(program: Program, *, to: Placement | None, away: Collection[str]) -> P
     """
     if program.is_body:
         return program
-    movable = {program.arguments[i].path: i for i in list_movable(program, to)}
-    check_names("away", away, movable, f"the state that may lie in {to}")
-    return place_arguments(program, {i: to if path in away else None for path, i in movable.items()})
+    arguments, movable = list(program.arguments), list_movable(program, to)
+    check_names("away", away, (arguments[i].path for i in movable), f"the state that may lie in {to}")
+    for i in movable:
+        arguments[i] = replace(arguments[i], place=to if arguments[i].path in away else None)
+    results = tuple(replace(result, place=None) for result in program.results)
+    return place_results(replace(program, arguments=tuple(arguments), results=results))

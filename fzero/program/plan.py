@@ -17,7 +17,7 @@ from fzero.base.arguments import check_arguments, is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Disk, Host, Placement, check_placement
-from fzero.base.sizes import format_size, parse_size
+from fzero.base.sizes import parse_size
 from fzero.program.rates import Rates
 
 STAGES = (0, 1, 2, 3)
@@ -84,23 +84,10 @@ class Plan:
             raise FzeroError("away", "names state, and `to` is None", "say where it lies: to=fzero.host()")
 
     def __str__(self) -> str:
-        named = [
-            ("keeps buckets gathered", self.keep),
-            ("computes values again", self.again),
-            ("has saved values on the host", self.on_host),
-            (f"has state in {self.to}", self.away),
-        ]
-        lines = [f"{words}, {len(names)}: {_fold(names)}" for words, names in named if names]
-        if self.ahead is not None:
-            lines.append(f"collectives have {format_size(self.ahead)} to start ahead of their use")
-        if self.chunk is not None:
-            lines.append(f"streams leaves in chunks of {format_size(self.chunk)}")
-        if self.reduce_dtype is not None:
-            lines.append(f"averages gradients in {_name_dtype(self.reduce_dtype)}")
-        if self.mesh is not None:
-            lines.append(f"was made for {self.mesh}")
-        updates = "writes new state over the old" if self.in_place else "makes new state beside the old"
-        return "\n  ".join([f"stage {self.stage}, {updates}", *lines])
+        """The stage, and a line for each other field that is not as usual."""
+        usual, shown = Plan(), {field.name: getattr(self, field.name) for field in fields(self)}
+        own = ((name, x) for name, x in shown.items() if name == "stage" or x != getattr(usual, name))
+        return "\n".join(f"{name}: {_fold(x) if name in _SETS else x}" for name, x in own)
 
     def lines(self) -> list[str]:
         """What ranks compare, one line each: all but the mesh and the rates that the plan was made for."""
@@ -131,22 +118,16 @@ class Plan:
         where = f"plan {os.fspath(path)!r}"
         try:
             rows = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise FzeroError(where, f"cannot be read: {error}", _WAY_OUT) from error
-        if not isinstance(rows, dict) or _VERSION_KEY not in rows:
-            raise FzeroError(where, f"has no key {_VERSION_KEY!r}", _WAY_OUT)
-        if rows.pop(_VERSION_KEY) != VERSION:
-            raise FzeroError(where, f"is no plan of version {VERSION}", _WAY_OUT)
-        check_names(f"{where}: keys", rows, (field.name for field in fields(Plan)), "a plan")
-        try:
+            if rows.pop(_VERSION_KEY) != VERSION:
+                raise TypeError(f"of another version than {VERSION}")
+            check_names("keys", rows, (field.name for field in fields(Plan)), "a plan")
             return Plan(**{name: _FORMS[name][1](x) if name in _FORMS else x for name, x in rows.items()})
         except FzeroError as error:
             raise FzeroError(f"{where}: {error.where}", error.problem, error.way_out) from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise FzeroError(where, f"has a value that no plan has: {error}", _WAY_OUT) from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FzeroError(where, f"is no plan: {error!r}", "give a file that Plan.save wrote") from error
 
 
-_WAY_OUT = "give a file that Plan.save wrote"
 _SETS = ("keep", "again", "on_host", "away")
 
 
@@ -176,20 +157,16 @@ def _freeze(name: str, given: Any) -> frozenset[str]:
 
 
 def _fold(names: Collection[str]) -> str:
-    """A few of these names, in order. Those that differ in numbers alone have one place: "blocks.* x4, head"."""
+    """How many names, and a few of them. Those that differ in numbers alone have one place: "5: blocks.* x4, head"."""
     alike: dict[str, list[str]] = {}
     for name in sorted(names):
         alike.setdefault(_NUMBER.sub(lambda found: "" if found[1] else "*", name), []).append(name)
     listed = [own[0] if len(own) == 1 else f"{each} x{len(own)}" for each, own in alike.items()]
-    return ", ".join([*listed[:_LISTED], *["..."] * (len(listed) > _LISTED)])
+    return f"{len(names)}: {', '.join([*listed[:_LISTED], *['...'] * (len(listed) > _LISTED)])}"
 
 
 _NUMBER = re.compile(r"(_)\d+$|(?<![^.])\d+(?![^.])")
 """The number at the end of a node's name, and the number of a layer in a path."""
-
-
-def _name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _write(plan: Plan) -> dict[str, Any]:
@@ -204,7 +181,7 @@ _FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda place: {"host": {"pin": place.pin}} if isinstance(place, Host) else {"disk": str(place.path)},
         lambda data: Host(**data["host"]) if "host" in data else Disk(Path(data["disk"])),
     ),
-    "reduce_dtype": (_name_dtype, lambda name: getattr(torch, name)),
+    "reduce_dtype": (lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
     "mesh": (lambda mesh: mesh.sizes, lambda sizes: VirtualMesh(**sizes)),
     "rates": (Rates._asdict, lambda data: Rates(**data | {"axes": tuple(map(tuple, data["axes"]))})),
 }

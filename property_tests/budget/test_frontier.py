@@ -20,9 +20,11 @@ from fzero.base.placement import Placement
 from fzero.budget.choices import list_segment_choices
 from fzero.budget.fit import Space
 from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
-from fzero.budget.programs import follow_plan
+from fzero.budget.programs import mark_trace
 from fzero.budget.saved import find_segments
-from fzero.passes import Plan
+from fzero.passes import Plan, list_passes, resolve, run_passes
+from fzero.passes.roll import roll
+from fzero.program.program import Program
 from fzero.program.rates import GUESSES, Rates
 from fzero.tracing.trace import trace
 
@@ -59,6 +61,11 @@ def train_in_parts(layers: tree.Tree, state: Any, x: Tensor) -> Any:
     return fzero.optim.apply_updates(layers, updates), state, value
 
 
+def write(traced: Program, plan: Plan) -> Program:
+    """What `fzero.budget.programs.Builder` does, with nothing shared."""
+    return replace(run_passes(resolve(roll(mark_trace(traced.copy(), plan))), list_passes(plan)), plan=plan)
+
+
 def make_space(
     inner: list[int], rows: int, rates: Rates, to: Placement | None = None, step: Callable[..., Any] = train
 ) -> Space:
@@ -70,7 +77,7 @@ def make_space(
     params = fzero.partition(layers, mesh)
     traced = trace(step, (params, OPTIMIZER.init(params), torch.zeros(rows, WIDTH)), mesh)
     traced = replace(traced, measured=rates)
-    return Space(traced, partial(follow_plan, traced), Plan(to=to))  # with nothing shared
+    return Space(traced, partial(write, traced), Plan(to=to))
 
 
 def best(points: list[Point], limit: int) -> float:
