@@ -61,12 +61,8 @@ def _format(fields: Mapping[str, Any]) -> str:
 
 
 def find_plan_of(program: Program) -> Plan:
-    """The plan of a program.
-
-    Raises:
-        FzeroError: where passes decide, which a user gave.
-    """
+    """The plan of a program. Refuses one that passes of a user made."""
     if program.plan is None:
-        way_out = "give options, or a plan, in their place"
-        raise FzeroError("plan", f"passes were given to {program.name}, and nothing is known of them", way_out)
+        problem = f"passes were given to {program.name}, and nothing is known of them"
+        raise FzeroError("plan", problem, "give options, or a plan, in their place")
     return program.plan

@@ -20,11 +20,10 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.base.sizes import format_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
-from fzero.budget.programs import mark_trace
+from fzero.budget.programs import follow_plan, mark_trace
 from fzero.cache.programs import Call, Entry, Programs
 from fzero.files import address_of, duplicate
 from fzero.general.programs import General, Generals
-from fzero.general.sizes import is_batch
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -38,7 +37,7 @@ from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_leaf
+from fzero.tracing.signatures import Signature, describe_change, describe_changes, is_batch, sign_leaf
 from fzero.tracing.trace import OpenForm, trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
@@ -115,6 +114,8 @@ class Pipeline(Generic[T]):
             with disable_autocast():
                 if isinstance(self.passes, Budget):
                     return find_plan(traced, self.passes).program
+                if traced.plan and traced.plan.mesh:
+                    return follow_plan(traced, traced.plan)  # as a search does: its nodes have the same names
                 resolved = resolve(replace(rolled, is_spare=True))
                 return run_passes(replace(resolved, is_spare=True), list_passes_of(self.passes))
 
@@ -125,10 +126,12 @@ class Pipeline(Generic[T]):
         with forget_casts():
             traced = trace(self.fn, args, self.on.mesh, symbols, shapes, self._model_axes)
             traced = replace(dequantize(traced), measured=self._measured)
+            marked = traced
             if isinstance(self.passes, Plan):
-                plan = replace(self.passes, rates=self._measured)
-                traced = replace(mark_trace(traced, plan), plan=plan)
-            rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
+                traced = replace(traced, plan=replace(self.passes, rates=self._measured))
+                marked = mark_trace(traced, self.passes)
+            is_kept = isinstance(self.passes, Budget) or bool(traced.plan and traced.plan.mesh)
+            rolled = roll(marked.copy() if is_kept else marked)
         check_seeds(rolled)
         if symbols is None:  # else it has been traced at another shape
             check_mistakes(rolled, self.fn, warn=not self._cache)

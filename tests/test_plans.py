@@ -68,8 +68,8 @@ def test_a_plan_is_a_few_lines_and_has_the_rates_that_scheduled_it(tmp_path: Pat
     assert_same(again.trace(*given.args), searched)
     assert searched.measured == plan.rates == again.trace(*given.args).measured
     assert re.fullmatch(
-        r"stage: 3\n(keep: .*\n)?again: \d+: (\w+( x\d+)?(, )?)+(\.\.\.)?\non_host: .*\nto: fzero\.host\(pin=True\)\n"
-        r"away: .*\n(ahead: .*\n)?mesh: VirtualMesh\(fsdp=2\)\nrates: Rates\(.*\)",
+        r"stage: 3\n(keep: .*\n)?again: (\w+( x\d+)?(, )?)+(\.\.\.)? \(\d+\)\non_host: .*\nto: fzero\.host\(pin=True\)"
+        r"\naway: .*\n(ahead: .*\n)?mesh: VirtualMesh\(fsdp=2\)\nrates: Rates\(.*\)",
         str(plan),
     ), str(plan)
 

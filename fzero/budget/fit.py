@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
@@ -86,7 +87,7 @@ def find_fastest(space: Space, limit: int) -> Found:
     found = space.find(limit)
     if found is not None and not found.is_dear:
         return found
-    last = space.limit_ahead(0)
+    last = Space(space.traced, space.programs, replace(space.plan, ahead=0), space)
     if found is not None and space.estimate(limit) <= last.estimate(limit):
         return found
     least = last.find(limit)
@@ -144,16 +145,15 @@ class Space:
         like: Space | None = None,
         is_resident: bool = False,
     ) -> None:
-        self.traced, self.programs, self.plan = traced, programs, plan
+        self.traced, self.programs, self.plan = traced, programs if like else cache(programs), plan
         self.movable: Movable = like.movable if like else Movable(traced, plan.to)
         self._names: list[str] = like._names if like else [node.name for node in traced.graph.nodes]
-        self._built: dict[Plan, Program] = like._built if like else {}
         has_host = isinstance(plan.to, Host)
         self._parts: list[Segment] = like._parts if like else find_segments(traced, traced.rates, has_host)
         if like and like.plan == plan:
             self.outline, self.buckets, self.segments = like.outline, like.buckets, like.segments
         else:
-            self.outline = Outline(self._write(plan))
+            self.outline = Outline(self.programs(plan))
             self.buckets = list(list_bucket_choices(self.outline))
             self.segments = list(list_segment_choices(self._parts, self.outline))
         self.costs = self._find_costs(like) if self.movable.layers and not is_resident else None
@@ -176,21 +176,12 @@ class Space:
             return like.costs
         if not self.is_small:
             return estimate_costs(self.outline, self.movable)
-        return measure_costs(self.outline, self.movable, lambda away: self._write(replace(self.plan, away=away)))
-
-    @property
-    def base(self) -> Program:
-        """The program that the choices begin from."""
-        return self.outline.program
+        return measure_costs(self.outline, self.movable, lambda away: self.programs(replace(self.plan, away=away)))
 
     @property
     def is_small(self) -> bool:
         """Whether programs have so few nodes that some more of them are built."""
-        return len(self.base.graph.nodes) <= MOST_NODES
-
-    def limit_ahead(self, ahead: int) -> Space:
-        """The programs of the same trace in which collectives have so many bytes."""
-        return Space(self.traced, self.programs, replace(self.plan, ahead=ahead), self)
+        return len(self.outline.program.graph.nodes) <= MOST_NODES
 
     def _search(self, line: list[int]) -> list[Point]:
         """The frontier. Greedy search is better at fewer choices, so those of programs with no state elsewhere, and
@@ -202,11 +193,6 @@ class Space:
             found = find_frontier(line, [*self.choices[:count], *fixed])
             points += [point._replace(picks=point.picks[:count] + picks) for point in found]
         return keep_fastest(points)
-
-    def _write(self, plan: Plan) -> Program:
-        if plan not in self._built:
-            self._built[plan] = self.programs(plan)
-        return self._built[plan]
 
     def list_ahead(self) -> list[int]:
         """Limits below the default of what awaits its use: the largest buffer, and two and one of the next size."""
@@ -248,11 +234,12 @@ class Space:
 
     def build(self, point: Point) -> Program:
         """The program of a point."""
-        return self._write(self.pick(point))
+        return self.programs(self.pick(point))
 
     def least(self) -> Program:
         """The program with the least peak. That is where the estimate is least, or the program that this began with."""
-        return min((self.build(self.frontier[0]), self.base), key=lambda program: program.memory().peak)
+        both = self.build(self.frontier[0]), self.outline.program
+        return min(both, key=lambda program: program.memory().peak)
 
     def find(self, limit: int) -> Found | None:
         """The fastest program within a limit among those that were built. How far the estimate of one is off says which
@@ -301,7 +288,7 @@ class Space:
             point = self.best(bound)
             if point is None:
                 break
-            program = self._write(replace(self.pick(point), ahead=ahead))
+            program = self.programs(replace(self.pick(point), ahead=ahead))
             peak = program.memory().peak
             if peak <= limit:
                 return self._tell(point, program, limit)

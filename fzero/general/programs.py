@@ -14,12 +14,12 @@ from fzero.base.formulas import Conditions
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan
-from fzero.general.sizes import Place, Sizes, find_changes, find_size, is_batch, open_form
+from fzero.general.sizes import Place, Sizes, find_changes, find_size, open_form
 from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
 from fzero.program import ops
 from fzero.program.open import Open, Template, fill_reference, find_difference, make_template
 from fzero.program.program import Program
-from fzero.tracing.signatures import Signature
+from fzero.tracing.signatures import Signature, is_batch
 from fzero.tracing.trace import OpenForm
 from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch

@@ -20,7 +20,6 @@ from fzero.base.placement import Disk, Host, Placement, check_placement
 from fzero.base.sizes import parse_size
 from fzero.program.rates import Rates
 
-STAGES = (0, 1, 2, 3)
 REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VERSION = 1
 """Of the files that `Plan.save` writes."""
@@ -70,7 +69,7 @@ class Plan:
         for name in _SETS:
             object.__setattr__(self, name, _freeze(name, getattr(self, name)))
         check_placement(self.to)
-        if self.ahead is not None and not (is_whole(self.ahead) and self.ahead >= 0):
+        if self.ahead is not None and (not is_whole(self.ahead) or self.ahead < 0):
             raise FzeroError("ahead", f"is {self.ahead!r}", "give a number of bytes from 0 on, or None")
         if self.chunk is not None:
             object.__setattr__(self, "chunk", parse_size("chunk", self.chunk))
@@ -132,12 +131,8 @@ _SETS = ("keep", "again", "on_host", "away")
 
 
 def check_stage(stage: int) -> None:
-    """Refuse a number that is no stage.
-
-    Raises:
-        FzeroError: for a stage other than 0, 1, 2 or 3.
-    """
-    if not is_whole(stage) or stage not in STAGES:
+    """Refuse a number that is no stage: another one than 0, 1, 2 or 3."""
+    if not is_whole(stage) or stage not in (0, 1, 2, 3):
         raise FzeroError("stage", f"is {stage!r}", "stages are 0, 1, 2 and 3")
 
 
@@ -157,12 +152,12 @@ def _freeze(name: str, given: Any) -> frozenset[str]:
 
 
 def _fold(names: Collection[str]) -> str:
-    """How many names, and a few of them. Those that differ in numbers alone have one place: "5: blocks.* x4, head"."""
+    """A few of these names, and their number. Those that differ in numbers have one place: "blocks.* x4, head (5)"."""
     alike: dict[str, list[str]] = {}
     for name in sorted(names):
         alike.setdefault(_NUMBER.sub(lambda found: "" if found[1] else "*", name), []).append(name)
     listed = [own[0] if len(own) == 1 else f"{each} x{len(own)}" for each, own in alike.items()]
-    return f"{len(names)}: {', '.join([*listed[:_LISTED], *['...'] * (len(listed) > _LISTED)])}"
+    return f"{', '.join([*listed[:_LISTED], *['...'] * (len(listed) > _LISTED)])} ({len(names)})"
 
 
 _NUMBER = re.compile(r"(_)\d+$|(?<![^.])\d+(?![^.])")
