@@ -1,5 +1,6 @@
 """The command line of fzero.
 
+python -m fzero doctor                             versions, limits, and what to change; under torchrun also collectives
 python -m fzero checkpoint ls PATH                 the checkpoints of a folder
 python -m fzero checkpoint verify PATH             reads all of the latest, and compares with its sums
 python -m fzero checkpoint export PATH FILE        the tensors of the latest as one safetensors file
@@ -8,6 +9,7 @@ python -m fzero checkpoint export PATH FILE        the tensors of the latest as 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import fzero
 from fzero import FzeroError
 from fzero.checkpoint import Checkpoint, open_checkpoint
 from fzero.checkpoint.folder import list_steps
+from fzero.doctor import examine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m fzero")
-    rooms = parser.add_subparsers(required=True, metavar="checkpoint")
+    rooms = parser.add_subparsers(required=True, metavar="{doctor,checkpoint}")
+    doctor = rooms.add_parser("doctor", help="look at this machine, and under torchrun at its ranks")
+    doctor.add_argument("--mesh", help="axes and their sizes, as in fsdp=2,tp=4; by default one of all ranks")
+    doctor.add_argument("--seconds", type=float, default=2.0, help="how long each collective is tried")
+    doctor.set_defaults(run=_examine)
     commands = rooms.add_parser("checkpoint", help="look at checkpoints").add_subparsers(required=True)
     for name, run, help in (
         ("ls", _list, "list the checkpoints of a folder"),
@@ -47,6 +54,12 @@ def _make_parser() -> argparse.ArgumentParser:
             command.add_argument("file", type=Path, help="the file to write")
             command.add_argument("--prefix", default="", help='only leaves below this path, such as "params"')
     return parser
+
+
+def _examine(options: argparse.Namespace) -> None:
+    lines = examine(options.mesh, options.seconds)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), flush=True)
 
 
 def _list(options: argparse.Namespace) -> None:

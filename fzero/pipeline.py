@@ -23,6 +23,7 @@ from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan, mark_trace
 from fzero.cache.programs import Call, Entry, Programs
 from fzero.files import address_of, duplicate
+from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.programs import General, Generals
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
@@ -69,7 +70,7 @@ class Pipeline(Generic[T]):
 
     With `cache`, a folder, a program that another process has traced comes from a file (`fzero.cache`).
 
-    Along `model_axes` ranks take the same batch.
+    Along `model_axes` ranks take the same batch. The dimensions of batches in `dynamic` are open from the first call.
 
     `finish_open`, of a template, returns a function of sizes that returns what `finish` returns for the program of
     these. It may return None, and then each of these programs is filled in and finished. Where it needs the open
@@ -87,6 +88,7 @@ class Pipeline(Generic[T]):
         cache: str | os.PathLike[str] | None = None,
         restores_open: bool = True,
         model_axes: tuple[str, ...] = (),
+        dynamic: Ranges | None = None,
     ) -> None:
         if not isinstance(limit, int) or limit < 1:
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
@@ -94,6 +96,7 @@ class Pipeline(Generic[T]):
         self._finish_open, self._restores_open, self._model_axes = finish_open, restores_open, model_axes
         self._cache: list[_Traced] = []  # used last first
         self._name = getattr(fn, "__qualname__", repr(fn))
+        self._dynamic = None if dynamic is None else Dynamic(dynamic, fn)
         self._generals = Generals(self._name)
         self._stored = None if cache is None else Programs(cache, self._name)
         self._has_warned = False
@@ -133,7 +136,7 @@ class Pipeline(Generic[T]):
             is_kept = isinstance(self.passes, Budget) or bool(traced.plan and traced.plan.mesh)
             rolled = roll(marked.copy() if is_kept else marked)
         check_seeds(rolled)
-        if symbols is None:  # else it has been traced at another shape
+        if symbols is None:  # else it is traced at another shape, too
             check_mistakes(rolled, self.fn, warn=not self._cache)
         return traced, rolled
 
@@ -160,6 +163,8 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
+        if self._dynamic is not None:
+            self._dynamic.find_places(signature)  # refuses sizes that the user excluded
         with pause_garbage_collection():
             made = self._find_general(signature) or self._make(signature, leaves)
         self._cache.insert(0, made)
@@ -181,10 +186,8 @@ class Pipeline(Generic[T]):
             if found is not None and (made := self._add(found, signature)) is not None:
                 return made
         args = tree.unflatten(treedef, leaves)
-        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
-        trace_open = partial(self._trace_open, signature, args)
-        generalize = partial(self._generals.trace, signature, known, trace_open, self.passes, self._finish_template)
         with disable_autocast():
+            generalize = partial(self._generalize, signature, args)
             general = entry.trace_general(generalize) if entry else generalize()
         if general is not None and (made := self._add(general, signature)) is not None:
             return made
@@ -192,6 +195,16 @@ class Pipeline(Generic[T]):
             self._report(signature)
         trace_now = partial(self.program, args)
         return self._finish(signature, entry.trace(trace_now) if entry else trace_now())
+
+    def _generalize(self, signature: Signature, args: tuple[Any, ...]) -> General | None:
+        """A general program that a trace with open sizes gives: at once of sizes that the user named, else of those in
+        which calls have differed. None where there is none."""
+        how = partial(self._trace_open, signature, args), self.passes, self._finish_template
+        places = self._dynamic.find_places(signature) if self._dynamic else ()
+        if places and (general := self._generals.open(signature, places, *how)) is not None:
+            return general
+        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
+        return self._generals.trace(signature, known, *how)
 
     def _finish(self, signature: Signature, program: Program) -> _Traced:
         watches = self._watch(program)
@@ -234,9 +247,11 @@ class Pipeline(Generic[T]):
         return self._finish_open(template) or (lambda sizes: self.finish(template.fill(sizes)))
 
     def _trace_open(
-        self, signature: Signature, args: tuple[Any, ...], symbols: Symbols, shapes: Mapping[int, OpenForm]
+        self, signature: Signature, args: tuple[Any, ...], symbols: Symbols | None, shapes: Mapping[int, OpenForm]
     ) -> Program:
-        _log.info("%s is traced with open sizes: %s", self._name, _explain(self._cache, signature, False))
+        why = _explain(self._cache, signature, False) if self._cache else "dynamic names them"
+        how = "with open sizes" if symbols else "at other sizes, to be compared with that"
+        _log.info("%s is traced %s: %s", self._name, how, why)
         traced, rolled = self._trace(args, symbols, shapes)
         return traced if isinstance(self.passes, Budget) else resolve(rolled)
 
@@ -315,11 +330,6 @@ def _is_within(address: tuple[str, int], batches: Sequence[range]) -> bool:
     """Whether an address is one of memory that a batch lies in."""
     file, start = address
     return not file and any(start in batch for batch in batches)
-
-
-def list_batch(program: Program, values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The batch among the arguments `values` of a program's step: path and tensor."""
-    return [(given.path, x) for given, x in zip(program.arguments, values) if given.bucket is None]
 
 
 def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:

@@ -24,6 +24,7 @@ from fzero.base.placement import Placement
 from fzero.budget.fit import Rewrite
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
+from fzero.general.dynamic import Ranges
 from fzero.layout.layout import Layout
 from fzero.layout.parts import take_part
 from fzero.options import choose_rewrite, find_plan_of
@@ -60,6 +61,7 @@ def simulate(
     passes: Sequence[Pass] | None = None,
     plan: Plan | None = None,
     data: Sequence[str] | None = None,
+    dynamic: Ranges | None = None,
     max_programs: int = MAX_PROGRAMS,
 ) -> Simulation:
     """`fn` as a step that runs for every rank of a virtual mesh in this process.
@@ -75,7 +77,7 @@ def simulate(
     the slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one
     for each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part;
     every rank gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results
-    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `plan`, `data` and
+    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `plan`, `data`, `dynamic` and
     `max_programs` are as in `shard`.
 
     Raises:
@@ -86,7 +88,7 @@ def simulate(
     rewrites = choose_rewrite(
         passes, plan, memory, donate=donate, stage=stage, to=to, reduce_dtype=reduce_dtype, chunk=chunk
     )
-    return Simulation(fn, mesh, rewrites, max_programs, model_axes)
+    return Simulation(fn, mesh, rewrites, max_programs, model_axes, dynamic)
 
 
 class Simulation:
@@ -100,12 +102,19 @@ class Simulation:
         passes: Rewrite,
         max_programs: int = MAX_PROGRAMS,
         model_axes: tuple[str, ...] = (),
+        dynamic: Ranges | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
         self._data = mesh.join(axis for axis in mesh.names if axis not in model_axes)
         self._pipeline = Pipeline(
-            fn, virtual(mesh), passes, lambda program: program, max_programs, model_axes=model_axes
+            fn,
+            virtual(mesh),
+            passes,
+            lambda program: program,
+            max_programs,
+            model_axes=model_axes,
+            dynamic=dynamic,
         )
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ from fzero.execution.codegen import Compile, Runner, link, link_open
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment, compile_open
 from fzero.execution.outline import outline
+from fzero.general.dynamic import Ranges
 from fzero.options import choose_rewrite, find_plan_of
 from fzero.passes.run import Pass
 from fzero.pipeline import (
@@ -33,7 +34,6 @@ from fzero.pipeline import (
     Pipeline,
     copy_aliases,
     create_pass_state,
-    list_batch,
     list_flags,
     order_pass_state,
     place_state,
@@ -71,6 +71,7 @@ def shard(
     passes: Sequence[Pass] | None = None,
     plan: Plan | None = None,
     data: Sequence[str] | None = None,
+    dynamic: Ranges | None = None,
     max_programs: int = MAX_PROGRAMS,
     cache: str | os.PathLike[str] | None = None,
 ) -> Step:
@@ -111,6 +112,10 @@ def shard(
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`. Along other axes ranks take the same examples,
       and compute parts of the model, with collectives such as `fzero.psum` (docs/axes.md).
+    * `dynamic`: the dimensions of batches that change from call to call, as in `dynamic={"batch": {1: (1, 8192)}}`: a
+      parameter of `fn`, or a path to a part of it ("batch.labels"), then a dimension of all tensors there, then its
+      least and greatest size, None for any. The first trace then serves all sizes. Without it the step is traced at
+      its first size, and for all sizes at the second. The result is the same.
 
     * `max_programs`: the step keeps so many programs. A further one takes the place of the one used longest ago, and
       the logger "fzero" says once which argument keeps changing.
@@ -125,7 +130,8 @@ def shard(
     Raises:
         FzeroError: for a mesh without devices, for an unknown value of an option, for options that exclude each other,
             for "graph" where no graph is possible, for a mesh axis that is not a data axis. At the first call: for a
-            `memory` below the least peak, for an operation from outside that does not do what its record says.
+            `memory` below the least peak, for an operation from outside that does not do what its record says. At any
+            call: for a size outside of its range in `dynamic`.
     """
     if compile == "graph" and not donate:
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
@@ -133,7 +139,7 @@ def shard(
     rewrites = choose_rewrite(
         passes, plan, memory, donate=donate, stage=stage, to=to, reduce_dtype=reduce_dtype, chunk=chunk
     )
-    return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes)
+    return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes, dynamic)
 
 
 class _Compiled(NamedTuple):
@@ -210,6 +216,7 @@ class Step:
         max_programs: int = MAX_PROGRAMS,
         cache: str | os.PathLike[str] | None = None,
         model_axes: tuple[str, ...] = (),
+        dynamic: Ranges | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
@@ -219,7 +226,7 @@ class Step:
         finish = functools.partial(_link, on, compile, remember(compile_fragment))
         finish_open = functools.partial(_link_open, on, compile, remember(compile_open))
         self._pipeline = Pipeline(
-            fn, on, passes, finish, max_programs, finish_open, cache, restores_open=not compile, model_axes=model_axes
+            fn, on, passes, finish, max_programs, finish_open, cache, not compile, model_axes, dynamic
         )
 
     def __repr__(self) -> str:
@@ -253,7 +260,7 @@ class Step:
         try:
             moved, origin = compiled.lines.agree(self._on.members, values, vote=moved or is_first)
             if self._model_axes:
-                check_alike(self._on, self._model_axes, list_batch(compiled.program, values))
+                check_alike(self._on, self._model_axes, _list_batch(compiled.program, values))
             has_begun = True
             if trial is not None and moved:  # of some rank it is the first call, and all take part in a trial
                 run, trial.is_due = trial.link(), False
@@ -367,3 +374,8 @@ def _list_settings(mode: Mode, program: Program) -> list[str]:
 def _find_updates(program: Program) -> tuple[int, ...]:
     """The positions of donated arguments, which a program writes over."""
     return tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
+
+
+def _list_batch(program: Program, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The batch among the arguments `values` of a program's step: path and tensor."""
+    return [(given.path, x) for given, x in zip(program.arguments, values) if given.bucket is None]

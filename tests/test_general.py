@@ -293,8 +293,9 @@ STEPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def run_lengths(name: str) -> Iterator[str]:
-    """Differences of a step of `STEPS` from plain torch, over many shapes: forward, gradients and an update."""
+def run_lengths(name: str, **options: Any) -> Iterator[str]:
+    """Differences of a step of `STEPS` from plain torch, over many shapes: forward, gradients and an update. The step
+    is traced with these options of `simulate`."""
     loss_of = STEPS[name]
 
     def plain(w: Tensor, x: Tensor) -> Any:
@@ -306,7 +307,7 @@ def run_lengths(name: str) -> Iterator[str]:
 
     on_one = fzero.VirtualMesh(fsdp=1)
     w = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sharded, ours = fzero.simulate(step, on_one, donate=False), fzero.partition({"w": w}, on_one)["w"]
+    sharded, ours = fzero.simulate(step, on_one, donate=False, **options), fzero.partition({"w": w}, on_one)["w"]
     for rows, length in ((3, 5), (3, 9), (3, 8), (3, 16), (4, 6), (5, 5), (3, 3), (4, 11)):
         x = torch.randn(rows, length, WIDTH, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
         _, grad, loss = plain(w, x)
@@ -317,7 +318,7 @@ def run_lengths(name: str) -> Iterator[str]:
         got = [*full(new), *full(our_grad), our_loss.reshape(())]
         for what, a, b in zip(("state", "gradient", "loss"), got, (w - 0.5 * grad, grad, loss)):
             if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-9, atol=1e-12):
-                yield f"{name} at {rows} x {length}: {what}"
+                yield f"{name} at {rows} x {length}, {options}: {what}"
 
 
 def train_on_ranks(mesh: Any, memory: int | None = None) -> tuple[list[float], int]:
@@ -356,6 +357,8 @@ def test_a_step_may_reach_a_step_with_open_sizes() -> None:
     assert not [name for name in map(str, modules) if name.startswith(("sympy", "torch.fx.experimental.sym"))]
 
 
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"dynamic": {"x": {0: None, 1: (1, 64)}}})
+"""Open from the second shape on, and from the first."""
 FEW = (
     "a power of a length",
     "an even length",
@@ -369,10 +372,10 @@ FEW = (
 
 
 def test_steps_that_compute_with_lengths_are_those_of_plain_torch() -> None:
-    assert not [wrong for name in FEW for wrong in run_lengths(name)]
+    assert not [wrong for name in FEW for options in OPTIONS for wrong in run_lengths(name, **options)]
 
 
 if __name__ == "__main__":
-    found = {name: list(run_lengths(name)) for name in STEPS}
+    found = {name: [wrong for options in OPTIONS for wrong in run_lengths(name, **options)] for name in STEPS}
     print(*(f"{name}: {', '.join(wrong) or 'equal'}" for name, wrong in found.items()), sep="\n")
     sys.exit(any(found.values()))

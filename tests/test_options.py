@@ -31,6 +31,7 @@ GOOD: dict[str, list[Any]] = {
     "passes": [defaults(stage=3)],
     "plan": [Plan(stage=2)],
     "data": [("fsdp",)],
+    "dynamic": [{"*": {0: (1, 64)}}],
     "max_programs": [2],
     "cache": [os.devnull],  # which no file can be in: that fails nothing
     "steps": [2],
@@ -50,6 +51,7 @@ BAD: dict[str, list[Any]] = {
     "passes": [7, [None]],
     "plan": [7, Plan(mesh=fzero.VirtualMesh(fsdp=4))],
     "data": [("model",), 3],
+    "dynamic": [{"tokens": {0: None}}, {"*": {0: (5, 1)}}, 3],
     "max_programs": [0],
     "cache": [7, ""],
     "steps": [0],

@@ -87,9 +87,14 @@ def _make_remembering() -> type:
 
         def call(self: Any, other: Any) -> Any:
             env = self.shape_env
-            key = name, self._expr, self.pytype, other._expr, other.pytype, env._replacements_version_counter
+            version = env._replacements_version_counter
+            found = self._results.get((name, id(other)))
+            if found is not None and found[0] == version:
+                return found[1]
+            key = name, self._expr, self.pytype, other._expr, other.pytype, version
             if key not in env.known:
                 env.known[key] = remembering(compute(self, other))
+            self._results[name, id(other)] = version, env.known[key], other  # which lives on, and so does its id
             return env.known[key]
 
         return call
@@ -97,6 +102,8 @@ def _make_remembering() -> type:
     class Remembering(SymNode):
         _expr_ver: int
         _expr_cache: Any
+        _int_ver: int | None = None
+        _results: dict[tuple[str, int], tuple[int, Any, Any]]
 
         @property
         def expr(self) -> Any:
@@ -106,10 +113,10 @@ def _make_remembering() -> type:
             return self._expr_cache
 
         def maybe_as_int(self) -> int | None:
-            key = "int", self.expr
-            if key not in self.shape_env.known:
-                self.shape_env.known[key] = super().maybe_as_int()
-            return self.shape_env.known[key]
+            version = self.shape_env._replacements_version_counter
+            if version != self._int_ver:
+                self._int_ver, self._int = version, super().maybe_as_int()
+            return self._int
 
         def wrap_int(self, num: int) -> Any:
             if num not in self.shape_env.known:
@@ -118,7 +125,7 @@ def _make_remembering() -> type:
 
     def remembering(number: Any) -> Any:
         if type(number) is SymNode:
-            number.__class__ = Remembering
+            number.__class__, number._results = Remembering, {}
         return number
 
     for name in _REMEMBERED:
@@ -131,4 +138,4 @@ def remember_results(size: torch.SymInt) -> None:
     for the same ones for each layer. `known` of its `ShapeEnv` is the dict of what was computed. Public replacement:
     none; a faster `torch.SymInt`."""
     if hasattr(size.node.shape_env, "_replacements_version_counter"):  # torch 2.11 does not count what it replaces
-        size.node.__class__ = _make_remembering()
+        size.node.__class__, size.node._results = _make_remembering(), {}

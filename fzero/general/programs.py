@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.base.errors import FzeroError
-from fzero.base.formulas import Conditions
+from fzero.base.formulas import LEAST, Conditions
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan
@@ -34,8 +34,9 @@ FEWER_IN_PLAN = 2
 _log = logging.getLogger("fzero")
 _BY_SIZES = "relieve"
 """The first of the default passes that looks at bytes or costs, which depend on sizes."""
-Trace = Callable[[Symbols, Mapping[int, OpenForm]], Program]
-"""From symbols, and shapes and strides with open sizes by the positions of leaves, to an open program."""
+Trace = Callable[[Symbols | None, Mapping[int, OpenForm]], Program]
+"""From symbols, and shapes and strides with open sizes by the positions of leaves, to an open program. Without symbols
+to the program of other sizes."""
 Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
 """From a template to a function of sizes: what `fzero.pipeline.Pipeline` makes of the program of these."""
 
@@ -51,11 +52,17 @@ class Schedule:
             at = list(map(name_of_pass, passes)).index(_BY_SIZES)
             early, self.late = passes[:at], passes[at:]
         with _raw_numbers():
-            self.early = run_passes(trace(symbols, forms), early)
+            self.traced = trace(symbols, forms)
+            self.early = run_passes(self.traced, early)
+
+    def fill_trace(self, sizes: Sequence[int]) -> Program:
+        """The trace with these sizes, before any pass."""
+        with _raw_numbers():
+            return fill_reference(schedule_by(self.traced, Open(self.symbols, tuple(sizes))))
 
     def __call__(self, sizes: Sequence[int]) -> Template:
         """The template that is scheduled for these sizes."""
-        early = _schedule_by(self.early, Open(self.symbols, tuple(sizes)))
+        early = schedule_by(self.early, Open(self.symbols, tuple(sizes)))
         with _raw_numbers():
             if isinstance(self.late, Budget):
                 found = find_plan(fill_reference(early), self.late).program
@@ -160,16 +167,53 @@ def trace_general(
     Raises:
         FzeroError: where there is no such program.
     """
-    symbols, found = Symbols(current_user_line), dict[tuple[int, ...], list[Place]]()
+    found = dict[tuple[int, ...], list[Place]]()
     for place in dict.fromkeys(place for each in known for place in find_changes(each, signature) or ()):
         found.setdefault(tuple(find_size(each, place) for each in (signature, *known)), []).append(place)
-    opened: dict[Place, Any] = {}
-    for sizes, places in found.items():
-        opened |= dict.fromkeys(places, symbols.open(sizes[0]))
-    forms = {i: open_form(signature[2][i], opened, i) for i in dict.fromkeys(i for i, _ in opened)}
-    schedule = Schedule(trace, symbols, forms, rewrite)
-    sizes_of_all = Sizes(signature, tuple(map(tuple, found.values())))
-    return General(sizes_of_all, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
+    return _make_general(trace, rewrite, finish, Sizes(signature, tuple(map(tuple, found.values()))))
+
+
+def open_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
+    """A program with open `sizes`, which a trace at other ones confirms.
+
+    Raises:
+        FzeroError: where there is no such program.
+    """
+    general = _make_general(trace, rewrite, finish, sizes)
+    assert general.schedule is not None
+    own = general.schedule.symbols.examples
+    general.fill(own)  # which may ask for more conditions
+    others = (x for x in _list_others(own) if min(x) >= LEAST)
+    other = next((x for x in others if general.conditions().find_broken(x) is None), None)
+    if other is None:
+        raise FzeroError("the step", f"has conditions that no size near {own} fulfils", "each is traced")
+    traced = trace(None, _open_forms(sizes, other))
+    difference = find_difference(general.schedule.fill_trace(other), traced)
+    if difference is not None:
+        raise FzeroError(traced.name, f"has another program at sizes of {other}: {difference}", "each is traced")
+    return general
+
+
+def _list_others(own: Sequence[int]) -> Iterator[list[int]]:
+    """Other sizes, near to these first."""
+    for step in (1, 2, 3, 4, 6, 8, 16, 32, 64, 128):
+        yield [size + step for size in own]
+        yield [size - step for size in own]
+    for factor in (2, 3):
+        yield [size * factor for size in own]
+
+
+def _open_forms(sizes: Sizes, values: Sequence[Any]) -> dict[int, OpenForm]:
+    """Position of a leaf -> its shape and strides with these values, open or not, for the sizes."""
+    places = {place: value for places, value in zip(sizes.places, values) for place in places}
+    return {i: open_form(sizes.signature[2][i], places, i) for i in dict.fromkeys(i for i, _ in places)}
+
+
+def _make_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
+    symbols = Symbols(current_user_line)
+    opened = [symbols.open(find_size(sizes.signature, places[0])) for places in sizes.places]
+    schedule = Schedule(trace, symbols, _open_forms(sizes, opened), rewrite)
+    return General(sizes, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
 
 
 def find_limit(rewrite: Rewrite) -> int | None:
@@ -177,9 +221,9 @@ def find_limit(rewrite: Rewrite) -> int | None:
     return rewrite.limit if isinstance(rewrite, Budget) else None
 
 
-def _schedule_by(program: Program, opened: Open) -> Program:
-    """The program, and the bodies of its loops, with these sizes for its schedule."""
-    return replace(ops.map_bodies(program, lambda body: _schedule_by(body, opened)), open=opened)
+def schedule_by(program: Program, opened: Open) -> Program:
+    """A program with open sizes, and the bodies of its loops, with these sizes for its schedule."""
+    return replace(ops.map_bodies(program, lambda body: schedule_by(body, opened)), open=opened)
 
 
 def check_general(general: General, known: Sequence[tuple[Signature, Program]]) -> None:
@@ -238,20 +282,38 @@ class Generals:
     ) -> General | None:
         """A new general program, where one of the programs `known`, which were traced at other signatures, differs in
         sizes only, and no general program fits it. None where there is none."""
-        passes = list_passes_of(rewrite)
-        if any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
-            return None  # passes of others may do anything with sizes
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
-        if not like or self._tries <= 0:
-            return None
-        self._tries -= 1
-        try:
+
+        def make() -> General:
             general = trace_general(trace, rewrite, finish, signature, [each for each, _ in like])
             check_general(general, like)
+            return general
+
+        return self._try(make, rewrite) if like else None
+
+    def open(
+        self,
+        signature: Signature,
+        places: tuple[tuple[Place, ...], ...],
+        trace: Trace,
+        rewrite: Rewrite,
+        finish: Finish,
+    ) -> General | None:
+        """A general program of the first call of its kind, with these places open. None where there is none."""
+        if any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
+            return None  # it does not fit these sizes
+        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite)
+
+    def _try(self, make: Callable[[], General], rewrite: Rewrite) -> General | None:
+        passes = list_passes_of(rewrite)
+        if self._tries <= 0 or any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
+            return None  # passes of others may do anything with sizes
+        self._tries -= 1
+        try:
+            return make()
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
             _log.debug("%s is traced for each shape: %s", self.name, error)
             return None
-        return general
 
     def _is_apart(self, signature: Signature) -> bool:
         """Whether no general program fits a signature."""

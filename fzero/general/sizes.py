@@ -27,7 +27,7 @@ def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int
             continue
         if not (is_batch(a) and is_batch(b)) or a[1:3] != b[1:3] or a[4:] != b[4:] or len(a[0]) != len(b[0]):
             return None
-        own, own_of_new = _list_own_strides(a), _list_own_strides(b)
+        own, own_of_new = list_own_strides(a), list_own_strides(b)
         if own != own_of_new:
             return None
         dims = [*range(len(a[0])), *(len(a[0]) + dim for dim in own)]
@@ -36,7 +36,7 @@ def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int
     return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
 
 
-def _list_own_strides(described: Any) -> list[int]:
+def list_own_strides(described: Any) -> list[int]:
     """The dimensions whose strides do not follow from the sizes and strides behind them."""
     shape, stride = described[0], described[3]
     return [dim for dim in range(len(shape)) if stride[dim] != _follow_stride(shape, stride, dim)]
@@ -83,7 +83,7 @@ def find_size(signature: Signature, place: Place) -> int:
 def open_form(described: Any, opened: Mapping[Place, Any], i: int) -> OpenForm:
     """The shape of the leaf at `i`, and its strides, with open sizes."""
     shape, stride, count = described[0], list(described[3]), len(described[0])
-    sizes, own = [opened.get((i, dim), size) for dim, size in enumerate(shape)], _list_own_strides(described)
+    sizes, own = [opened.get((i, dim), size) for dim, size in enumerate(shape)], list_own_strides(described)
     for dim in reversed(range(count)):
         known = stride[dim] if dim in own else _follow_stride(sizes, stride, dim)
         stride[dim] = opened.get((i, count + dim), known)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.base.symbols import is_open, key_of
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, schema_of, storage_key
-from fzero.base.torch_private_traces import TraceGraph, make_empty, make_pair, without_proxies
+from fzero.base.torch_private_traces import OpenForms, TraceGraph, make_empty, make_pair, without_proxies
 from fzero.program.aten import infer_lists
 from fzero.program.operation import Node
 from fzero.program.records import record
@@ -61,11 +61,11 @@ class Repeats:
 
     def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
         self._traced, self._mode = traced, mode
-        self._is_open = mode.shape_env is not None
+        self._open = None if mode.shape_env is None else OpenForms()
         self._known: dict[Any, Any] = {}  # None for a call that is not recorded as one node
         self._plain: dict[torch.device, FakeTensor] = {}
-        self._describe_sizes: Callable[..., Any] = _describe_open if self._is_open else tuple
-        self._aside: Callable[[], AbstractContextManager[Any]] = without_proxies if self._is_open else nullcontext
+        self._describe_sizes: Callable[..., Any] = tuple if self._open is None else _describe_open
+        self._aside: Callable[[], AbstractContextManager[Any]] = nullcontext if self._open is None else without_proxies
 
     def sign(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The call of an operation. None where its results may depend on more than the forms of its operands: those of
@@ -219,9 +219,12 @@ class Repeats:
             pairs = [self._make(item, operands) for item in form]
             return type(form)(made for made, _ in pairs), type(form)(value for _, value in pairs)
         dtype, device, shape, stride, start, memory, is_operand = form
-        operand = None if memory is None else operands[memory]
-        storage = None if operand is None else operand.untyped_storage()
-        made, value = make_pair(self._find_plain(device), dtype, shape, stride, start, storage)
+        operand, like = None if memory is None else operands[memory], self._find_plain(device)
+        if self._open is not None:
+            made, value = self._open.make(like, form, operand)
+        else:
+            storage = None if operand is None else operand.untyped_storage()
+            made, value = make_pair(like, dtype, shape, stride, start, storage)
         return operand if is_operand else made, value
 
     def _find_plain(self, device: torch.device) -> FakeTensor:

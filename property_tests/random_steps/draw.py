@@ -58,6 +58,7 @@ def draw_setting(seed: int, draws: random.Random) -> Program:
         gradients="fzero" if draws.random() < 0.8 else "torch",
         chunk=8 * d * world * pick([1, 1, 2]) if draws.random() < 0.3 else None,
         memory=pick(["1GiB", "1MiB", "6KiB"]) if draws.random() < 0.12 else None,
+        is_dynamic=changes.random() < 0.2,
     )
 
 

@@ -181,6 +181,7 @@ class Program:
     on_disk: str = ""  # which of them lie on a disk
     chunk: int | None = None  # bytes
     memory: str | None = None  # the budget, in the place of the stage
+    is_dynamic: bool = False  # whether rows are open from the first call on
 
     @property
     def world(self) -> int:
@@ -191,7 +192,8 @@ class Program:
     def options(self) -> dict[str, Any]:
         """How the step is made."""
         how = {"stage": self.stage} if self.memory is None else {"memory": self.memory}
-        return {**how, "donate": self.donate, **({} if self.chunk is None else {"chunk": self.chunk})}
+        dynamic = {"dynamic": {"x": {0: (1, 64)}, "t": {0: None}}} if self.is_dynamic else {}
+        return {**how, "donate": self.donate, **({} if self.chunk is None else {"chunk": self.chunk}), **dynamic}
 
     @property
     def text(self) -> str:

@@ -63,6 +63,7 @@ def _changes(program: Program) -> Iterator[Change]:
         {"on_host": "", "on_disk": ""},
         {"chunk": None},
         {"memory": None},
+        {"is_dynamic": False},
         {"layers": 0},
         {"dtype": "float64"},
         {"gradients": "fzero"},
