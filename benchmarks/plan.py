@@ -33,11 +33,10 @@ from torch.nn import functional
 import fzero
 from fzero.passes import defaults
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline
+from fzero.pipeline import Pipeline, copy_aliases
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
 from fzero.returned import Returned
-from fzero.pipeline import copy_aliases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig
