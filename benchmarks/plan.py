@@ -33,11 +33,10 @@ from torch.nn import functional
 import fzero
 from fzero.passes import defaults
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline
+from fzero.pipeline import Pipeline, copy_aliases
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
 from fzero.returned import Returned
-from fzero.transform import _copy_aliases
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig
@@ -133,7 +132,7 @@ def recognition(leaves: int, calls: int = 200) -> Row:
         watch = Watch()
         given, treedef = watch.of("flatten", fzero.tree.flatten, (state,))
         returned = watch.of("recognize", pipeline.prepare, given, treedef)
-        tensors = watch.of("take", _copy_aliases, given, range(leaves))
+        tensors = watch.of("take", copy_aliases, given, range(leaves))
         (state,) = watch.of("return", returned, tensors)
         for name, seconds in watch.seconds.items():
             taken.setdefault(name, []).append(seconds)

@@ -23,7 +23,7 @@ from machine import add_runs
 from plan_layout import layers, one_bucket
 
 from fzero import Sharded, VirtualMesh, tree
-from fzero.checkpoint.manifest import File, Manifest, parse_manifest, render_manifest
+from fzero.checkpoint.manifest import FileEntry, Manifest, parse_manifest, render_manifest
 from fzero.checkpoint.pieces import plan
 from fzero.layout.chunks import rank_overlaps
 from fzero.ranks.agreement import digest
@@ -85,7 +85,7 @@ def measure_save(params: tree.Tree, ranks: int) -> tuple[Found, bytes]:
     picked = seconds.take("pick", lambda: planned.pick(file))
     seconds.take("hash", lambda: digest(planned.list_lines()))
     head = seconds.take("header", lambda: render_header(plan_header(picked, {})))
-    files = [File(1 << 30, f"{number:08x}", "") for number in range(ranks)]
+    files = [FileEntry(1 << 30, f"{number:08x}", "") for number in range(ranks)]
     grid, places, values, _ = planned
     known = Manifest(0, "", mesh.sizes, mesh.shard_axis, grid, places, values, files, {}, {"fzero": "0"})
     data = seconds.take("render", lambda: render_manifest(known))

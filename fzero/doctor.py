@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fzero
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.sizes import format_size
 from fzero.layout.layout import wire
 from fzero.program.comm import Comm
-from fzero.program.listing import format_size
 from fzero.program.rates import bus_bytes
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter
 from fzero.ranks.live import Live, live

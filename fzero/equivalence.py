@@ -15,6 +15,7 @@ from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, virtual_mesh
 from fzero.layout.splits import runs_in_parts
 from fzero.passes.run import Pass
+from fzero.program.plan import Plan
 from fzero.simulation import simulate
 from fzero.state.partition import partition
 from fzero.state.splits import Rules
@@ -44,6 +45,7 @@ def check_equivalence(
     atol: float = 1e-5,
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
+    plan: Plan | None = None,
     data: Sequence[str] | None = None,
     split: Rules | None = None,
 ) -> dict[str, Difference]:
@@ -53,7 +55,7 @@ def check_equivalence(
     returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
     `state` are partitioned by `fzero.partition`, each `like` the trees before it, and the first of them with `split`,
     whose axes `data` leaves out. Every tensor of `batch` is cut along dim 0, one part for each rank. `stage`, `memory`,
-    `reduce_dtype`, `passes` and `data` are as in `fzero.simulate`.
+    `reduce_dtype`, `passes`, `plan` and `data` are as in `fzero.simulate`.
 
     Returns:
         Path of each result -> its largest difference over all steps.
@@ -65,7 +67,8 @@ def check_equivalence(
     if steps < 1:
         raise FzeroError("steps", f"is {steps}", "compare at least 1 step")
     mesh = virtual_mesh(ranks)
-    step = simulate(train_step, mesh, stage=stage, memory=memory, reduce_dtype=reduce_dtype, passes=passes, data=data)
+    how: dict[str, Any] = {"stage": stage, "memory": memory, "reduce_dtype": reduce_dtype, "passes": passes}
+    step = simulate(train_step, mesh, plan=plan, data=data, **how)
     sharded: tuple[tree.Tree, ...] = ()
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded, split=None if sharded else split))

@@ -10,26 +10,26 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
-from fzero.base.placement import Placement, check_placement
-from fzero.base.sizes import parse_size
+from fzero.base.sizes import format_size
 from fzero.base.symbols import Symbols
-from fzero.budget.fit import Budget, find_plan
+from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
+from fzero.budget.programs import follow_plan, mark_trace
 from fzero.cache.programs import Call, Entry, Programs
+from fzero.files import address_of, duplicate
 from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.programs import General, Generals
-from fzero.general.sizes import is_batch
-from fzero.passes import choose_passes, defaults, resolve, run_passes
+from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
-from fzero.passes.run import Pass
-from fzero.program.listing import format_size
 from fzero.program.open import Template
+from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import digest
@@ -38,7 +38,7 @@ from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_leaf
+from fzero.tracing.signatures import Signature, describe_change, describe_changes, is_batch, sign_leaf
 from fzero.tracing.trace import OpenForm, trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
@@ -47,30 +47,6 @@ T = TypeVar("T")
 MAX_PROGRAMS = 16
 """How many programs a step keeps, unless the user says otherwise."""
 _log = logging.getLogger("fzero")
-
-
-def choose_rewrite(
-    passes: Sequence[Pass] | None, *, stage: int | None, memory: int | str | None, to: Placement | None, **how: Any
-) -> Sequence[Pass] | Budget:
-    """How `shard` and `simulate` rewrite a trace, by their options: with the passes that are given, else with those of
-    a stage or of a budget. `how` are the other keywords of `fzero.passes.choose_passes`.
-
-    Raises:
-        FzeroError: for a budget beside a stage or beside passes; for a `memory` that is no size; for a `to` without a
-            budget, or that is no placement; as `choose_passes`.
-    """
-    check_placement(to)
-    if memory is None and to is not None:
-        way_out = "give memory too, or place state by partition(..., to=) and optimizer.init(..., to=)"
-        raise FzeroError("to", f"is {to}, where a memory budget may put state, and there is none", way_out)
-    if memory is None:
-        return choose_passes(passes, stage=stage, **how)
-    other = "stage" if stage is not None else "passes" if passes is not None else None
-    if other is not None:
-        problem = f"is {memory!r}, and {other} is given too: both say which buckets stay gathered"
-        raise FzeroError("memory", problem, f"give memory or {other}")
-    choose_passes(None, stage=3, **how)  # refuses what is no value of these options
-    return Budget(parse_size("memory", memory), partial(defaults, stage=3, **how), to)
 
 
 class _Traced(NamedTuple):
@@ -105,7 +81,7 @@ class Pipeline(Generic[T]):
         self,
         fn: Callable[..., Any],
         on: Ranks,
-        passes: Sequence[Pass] | Budget,
+        passes: Rewrite,
         finish: Callable[[Program], T],
         limit: int = MAX_PROGRAMS,
         finish_open: Callable[[Template], Callable[[Sequence[int]], T] | None] = lambda template: None,
@@ -125,6 +101,9 @@ class Pipeline(Generic[T]):
         self._stored = None if cache is None else Programs(cache, self._name)
         self._has_warned = False
         self._measured: Rates | None = None
+        if isinstance(passes, Plan):
+            passes.check_mesh(on.mesh)
+            self._measured = passes.rates
 
     def program(self, args: tuple[Any, ...]) -> Program:
         """The program for these arguments, traced now.
@@ -138,8 +117,10 @@ class Pipeline(Generic[T]):
             with disable_autocast():
                 if isinstance(self.passes, Budget):
                     return find_plan(traced, self.passes).program
+                if traced.plan and traced.plan.mesh:
+                    return follow_plan(traced, traced.plan)  # as a search does: its nodes have the same names
                 resolved = resolve(replace(rolled, is_spare=True))
-                return run_passes(replace(resolved, is_spare=True), self.passes)
+                return run_passes(replace(resolved, is_spare=True), list_passes_of(self.passes))
 
     def _trace(
         self, args: tuple[Any, ...], symbols: Symbols | None = None, shapes: Mapping[int, OpenForm] | None = None
@@ -148,7 +129,12 @@ class Pipeline(Generic[T]):
         with forget_casts():
             traced = trace(self.fn, args, self.on.mesh, symbols, shapes, self._model_axes)
             traced = replace(dequantize(traced), measured=self._measured)
-            rolled = roll(traced.copy() if isinstance(self.passes, Budget) else traced)
+            marked = traced
+            if isinstance(self.passes, Plan):
+                traced = replace(traced, plan=replace(self.passes, rates=self._measured))
+                marked = mark_trace(traced, self.passes)
+            is_kept = isinstance(self.passes, Budget) or bool(traced.plan and traced.plan.mesh)
+            rolled = roll(marked.copy() if is_kept else marked)
         check_seeds(rolled)
         if symbols is None:  # else it is traced at another shape, too
             check_mistakes(rolled, self.fn, warn=not self._cache)
@@ -270,10 +256,11 @@ class Pipeline(Generic[T]):
         return traced if isinstance(self.passes, Budget) else resolve(rolled)
 
     def _sign(self, leaf: Any) -> Any:
-        """The properties of a leaf on which the program depends. Where a budget decides where state lies, it does not
-        matter whether it was given on the device or in the budget's placement."""
+        """The properties of a leaf on which the program depends. Where a plan decides where state lies, it does not
+        matter whether it was given on the device or in the plan's placement."""
         signed = sign_leaf(leaf)
-        to = self.passes.to if isinstance(self.passes, Budget) else None
+        plan = self.passes.plan if isinstance(self.passes, Budget) else self.passes
+        to = plan.to if isinstance(plan, Plan) else None
         return signed._replace(place=None) if to and isinstance(signed, Form) and signed.place == to else signed
 
     def _report(self, signature: Any) -> None:
@@ -315,9 +302,34 @@ def place_state(program: Program, values: Sequence[Any], settle: Callable[[], No
     return moved
 
 
-def list_batch(program: Program, values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The batch among the arguments `values` of a program's step: path and tensor."""
-    return [(given.path, x) for given, x in zip(program.arguments, values) if given.bucket is None]
+def copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
+    """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
+    memory of another argument, or an inference tensor outside of inference mode."""
+    tensors = [value.local if isinstance(value, Sharded) else value for value in values]
+    if not donated:
+        return tensors
+    pointers = [address_of(tensor) if tensor.numel() else None for tensor in tensors]
+    written = [pointers[i] for i in donated]
+    # a batch may be a view of state
+    storages = [x.untyped_storage() for x, value in zip(tensors, values) if x is value]
+    batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
+    is_shared = len({*pointers} - {None}) < len(pointers) - pointers.count(None)
+    is_batch = any(pointer is not None and _is_within(pointer, batches) for pointer in written)
+    is_frozen = not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in donated)
+    if is_shared or is_batch or is_frozen:
+        taken = set(donated)
+        kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
+        for i, pointer in zip(donated, written):
+            if (pointer is not None and (pointer in kept or _is_within(pointer, batches))) or is_frozen:
+                tensors[i] = duplicate(tensors[i])
+            kept.add(pointer)
+    return tensors
+
+
+def _is_within(address: tuple[str, int], batches: Sequence[range]) -> bool:
+    """Whether an address is one of memory that a batch lies in."""
+    file, start = address
+    return not file and any(start in batch for batch in batches)
 
 
 def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
+from fzero.base.sizes import format_size
 from fzero.optim.report import name_stage
 from fzero.program.flops import count_flops
 from fzero.program.largest import Alive
-from fzero.program.listing import format_size, summarize_program
+from fzero.program.listing import summarize_program
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
 from fzero.values.sharded import Sharded

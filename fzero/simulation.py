@@ -21,22 +21,23 @@ from fzero.base.flags import FlagReader
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, find_model_axes, virtual_mesh
 from fzero.base.placement import Placement
-from fzero.budget.fit import Budget
+from fzero.budget.fit import Rewrite
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
 from fzero.general.dynamic import Ranges
 from fzero.layout.layout import Layout
 from fzero.layout.parts import take_part
+from fzero.options import choose_rewrite, find_plan_of
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
-    choose_rewrite,
     create_pass_state,
     list_flags,
     order_pass_state,
     place_state,
 )
+from fzero.program.plan import Plan
 from fzero.program.program import Program, Result
 from fzero.program.rates import Rates
 from fzero.ranks.virtual import virtual
@@ -59,6 +60,7 @@ def simulate(
     reduce_dtype: torch.dtype | None = None,
     chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
+    plan: Plan | None = None,
     data: Sequence[str] | None = None,
     dynamic: Ranges | None = None,
     max_programs: int = MAX_PROGRAMS,
@@ -76,7 +78,7 @@ def simulate(
     the slices of all ranks. Every other tensor is a batch of all ranks: it is cut along dim 0 into equal parts, one
     for each rank in the order of rank numbers, and ranks along axes that are no `data` axes get the same part;
     every rank gets a 0-d tensor as it is. Results that differ between ranks are joined along dim 0, and 0-d results
-    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `data`, `dynamic` and
+    to [ranks]. `stage`, `memory`, `to`, `donate`, `reduce_dtype`, `chunk`, `passes`, `plan`, `data`, `dynamic` and
     `max_programs` are as in `shard`.
 
     Raises:
@@ -85,7 +87,7 @@ def simulate(
     mesh = virtual_mesh(ranks)
     model_axes = find_model_axes(mesh, data)
     rewrites = choose_rewrite(
-        passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+        passes, plan, memory, donate=donate, stage=stage, to=to, reduce_dtype=reduce_dtype, chunk=chunk
     )
     return Simulation(fn, mesh, rewrites, max_programs, model_axes, dynamic)
 
@@ -98,7 +100,7 @@ class Simulation:
         self,
         fn: Callable[..., Any],
         mesh: VirtualMesh,
-        passes: Sequence[Pass] | Budget,
+        passes: Rewrite,
         max_programs: int = MAX_PROGRAMS,
         model_axes: tuple[str, ...] = (),
         dynamic: Ranges | None = None,
@@ -135,6 +137,11 @@ class Simulation:
         """What a call with these arguments does, as `Step.report` of `fzero.shard`."""
         leaves, treedef = tree.flatten(args)
         return report_step(self._prepare(treedef, leaves), args)
+
+    def plan(self, *args: Any) -> Plan:
+        """The plan of a call with these arguments, as `Step.plan` of `fzero.shard`."""
+        leaves, treedef = tree.flatten(args)
+        return find_plan_of(self._prepare(treedef, leaves))
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""

@@ -19,27 +19,27 @@ from fzero.base.flags import FlagReader
 from fzero.base.mesh import find_model_axes, mesh_shape
 from fzero.base.placement import Disk, Placement
 from fzero.base.torch_private import version_of
-from fzero.budget.fit import Budget
+from fzero.budget.fit import Rewrite
 from fzero.execution.calibration import calibrate
 from fzero.execution.claims import has_foreign
 from fzero.execution.codegen import Compile, Runner, link, link_open
 from fzero.execution.cuda_graph import Captured, check_mesh, check_program
 from fzero.execution.inductor import compile_fragment, compile_open
 from fzero.execution.outline import outline
-from fzero.files import address_of, duplicate
 from fzero.general.dynamic import Ranges
+from fzero.options import choose_rewrite, find_plan_of
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
-    choose_rewrite,
+    copy_aliases,
     create_pass_state,
-    list_batch,
     list_flags,
     order_pass_state,
     place_state,
 )
 from fzero.program.open import Template, make_template
+from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.ranks.agreement import agree, digest
@@ -69,6 +69,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     chunk: int | str | None = None,
     passes: Sequence[Pass] | None = None,
+    plan: Plan | None = None,
     data: Sequence[str] | None = None,
     dynamic: Ranges | None = None,
     max_programs: int = MAX_PROGRAMS,
@@ -106,6 +107,8 @@ def shard(
       `stage`, `memory`, `donate`, `reduce_dtype` and `chunk` decide without them: give these to
       `fzero.passes.defaults`. A pass may keep state: the step then takes it as `pass_state` and returns
       `(results, new pass_state)`.
+    * `plan`: an `fzero.passes.Plan`, in the place of all these options: what `step.plan(*args)` of another step
+      returns, or `Plan.load(path)`. So a budget's search is not repeated (docs/budget.md).
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
       "replica" and "fsdp", and the only axis of a mesh, need no `data`. Along other axes ranks take the same examples,
       and compute parts of the model, with collectives such as `fzero.psum` (docs/axes.md).
@@ -134,7 +137,7 @@ def shard(
         raise FzeroError("compile", "is 'graph', and donate is False: state would move", "give donate=True")
     model_axes = find_model_axes(mesh_shape(mesh), data)
     rewrites = choose_rewrite(
-        passes, stage=stage, memory=memory, to=to, in_place=donate, reduce_dtype=reduce_dtype, chunk=chunk
+        passes, plan, memory, donate=donate, stage=stage, to=to, reduce_dtype=reduce_dtype, chunk=chunk
     )
     return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes, dynamic)
 
@@ -208,7 +211,7 @@ class Step:
         self,
         fn: Callable[..., Any],
         on: Live,
-        passes: Sequence[Pass] | Budget,
+        passes: Rewrite,
         compile: Mode,
         max_programs: int = MAX_PROGRAMS,
         cache: str | os.PathLike[str] | None = None,
@@ -233,6 +236,11 @@ class Step:
         """The program that a call with these arguments runs. No collective."""
         return self._pipeline.program(args)
 
+    def plan(self, *args: Any) -> Plan:
+        """The plan of a call with these arguments: all that options, or a budget's search, decided about its program.
+        Print it, save it, or give it to another step: `fzero.shard(fn, mesh, plan=plan)`. No collective."""
+        return find_plan_of(self._pipeline.prepare(*tree.flatten(args)).program)
+
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
         data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
@@ -252,7 +260,7 @@ class Step:
         try:
             moved, origin = compiled.lines.agree(self._on.members, values, vote=moved or is_first)
             if self._model_axes:
-                check_alike(self._on, self._model_axes, list_batch(compiled.program, values))
+                check_alike(self._on, self._model_axes, _list_batch(compiled.program, values))
             has_begun = True
             if trial is not None and moved:  # of some rank it is the first call, and all take part in a trial
                 run, trial.is_due = trial.link(), False
@@ -307,7 +315,7 @@ class Step:
                 values += order_pass_state(compiled.program, pass_state, self._on)
             self._flags.read(list_flags(compiled.program, values))
             values = place_state(compiled.program, values, self._on.settle)
-            return compiled, values, _copy_aliases(values, compiled.donated)
+            return compiled, values, copy_aliases(values, compiled.donated)
         except Exception as error:
             agree(self._on.members, 0, list, error)
             raise
@@ -326,7 +334,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
     """
     if mode == "graph":
         check_program(program, on.device.type)
-    lines = _Lines(program, _list_settings(mode))
+    lines = _Lines(program, _list_settings(mode, program))
     outlined = outline(program) if mode else program
     run = link(outlined, on, compile)
     trial = _Trial(functools.partial(link, outlined, on, compile, is_held=True)) if has_foreign(program) else None
@@ -348,7 +356,7 @@ def _link_open(
     else:
         run_at = link_open(template, on, lambda fragment: lambda sizes: fragment)
     returned, donated = Returned(like, on), _find_updates(like)
-    lines = _Lines(like, _list_settings(mode))
+    lines = _Lines(like, _list_settings(mode, like))
 
     def link_at(sizes: Sequence[int]) -> _Compiled:
         find = functools.cache(lambda: template.fill(sizes))
@@ -358,8 +366,9 @@ def _link_open(
     return link_at
 
 
-def _list_settings(mode: Mode) -> list[str]:
-    return [f"compile: {mode}", *find_ambient().lines()]
+def _list_settings(mode: Mode, program: Program) -> list[str]:
+    plan = program.plan.lines() if program.plan else []
+    return [f"compile: {mode}", *plan, *find_ambient().lines()]
 
 
 def _find_updates(program: Program) -> tuple[int, ...]:
@@ -367,31 +376,6 @@ def _find_updates(program: Program) -> tuple[int, ...]:
     return tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
 
 
-def _copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
-    """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
-    memory of another argument, or an inference tensor outside of inference mode."""
-    tensors = [value.local if isinstance(value, Sharded) else value for value in values]
-    if not donated:
-        return tensors
-    pointers = [address_of(tensor) if tensor.numel() else None for tensor in tensors]
-    written = [pointers[i] for i in donated]
-    # a batch may be a view of state
-    storages = [x.untyped_storage() for x, value in zip(tensors, values) if x is value]
-    batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
-    is_shared = len({*pointers} - {None}) < len(pointers) - pointers.count(None)
-    is_batch = any(pointer is not None and _is_within(pointer, batches) for pointer in written)
-    is_frozen = not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in donated)
-    if is_shared or is_batch or is_frozen:
-        taken = set(donated)
-        kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
-        for i, pointer in zip(donated, written):
-            if (pointer is not None and (pointer in kept or _is_within(pointer, batches))) or is_frozen:
-                tensors[i] = duplicate(tensors[i])
-            kept.add(pointer)
-    return tensors
-
-
-def _is_within(address: tuple[str, int], batches: Sequence[range]) -> bool:
-    """Whether an address is one of memory that a batch lies in."""
-    file, start = address
-    return not file and any(start in batch for batch in batches)
+def _list_batch(program: Program, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The batch among the arguments `values` of a program's step: path and tensor."""
+    return [(given.path, x) for given, x in zip(program.arguments, values) if given.bucket is None]

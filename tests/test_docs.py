@@ -242,7 +242,7 @@ def test_the_table_of_fields_is_complete() -> None:
 
 def test_the_table_of_places_has_the_default_passes_in_order() -> None:
     named = [name for place, _ in rows(PASSES, "behind the pass ") for name in re.findall(r"`(\w+)`", place)]
-    every = passes.defaults(stage=1, reduce_dtype=torch.float32)
+    every = passes.defaults(stage=1, reduce_dtype=torch.float32, to=fzero.host())
     expected = [name_of_pass(rewrite) for rewrite in every]
     assert named == expected
 
@@ -511,17 +511,21 @@ README = (ROOT / "README.md").read_text()
 
 
 LAUNCHES = {(): 1, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"): 2}
-"""How the README says that its code is started, and on how many ranks."""
+"""How the README says that its code is started, and in how many processes."""
 
 
-def test_the_first_code_of_the_readme_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(blocks(README, "python")[0])
+def test_the_first_code_of_the_readme_runs_alone_and_under_torchrun() -> None:
+    """With the same program, and the same loss: on virtual ranks, and on real ones."""
+    file, printed = ROOT / "examples" / "first.py", list[str]()
+    assert blocks(README, "python")[0] == file.read_text()
     clean = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for launch, ranks in LAUNCHES.items():
-        command = [sys.executable, *launch, "train.py"]
-        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=200)
-        losses = re.findall(r"rank \d: loss ([\d.]+)", done.stdout)
-        assert len(losses) == ranks and max(map(float, losses)) < 5.4, done.stdout + done.stderr  # log(256) is 5.5
+    for launch, processes in LAUNCHES.items():
+        command = [sys.executable, *launch, str(file)]
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=200)
+        printed += (losses := re.findall(r"loss ([\d.]+)", done.stdout))
+        assert len(losses) == processes == done.stdout.count("train_step on VirtualMesh(fsdp=2): "), done.stderr
+        assert done.stdout.count("reduce_scatter  3 ") == processes
+    assert len(set(printed)) == 1 and float(printed[0]) < 5.4, printed  # log(256) is 5.5
 
 
 def test_the_readme_names_the_default_passes_in_order() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, optim
-from fzero.passes import defaults
+from fzero.passes import Plan, defaults
 
 MESH = fzero.VirtualMesh(fsdp=2)
 SGD = optim.sgd(0.1)
@@ -29,6 +29,7 @@ GOOD: dict[str, list[Any]] = {
     "reduce_dtype": [torch.float32],
     "chunk": ["1KiB"],
     "passes": [defaults(stage=3)],
+    "plan": [Plan(stage=2)],
     "data": [("fsdp",)],
     "dynamic": [{"*": {0: (1, 64)}}],
     "max_programs": [2],
@@ -48,6 +49,7 @@ BAD: dict[str, list[Any]] = {
     "reduce_dtype": [torch.int8, "float32"],
     "chunk": [0, "a lot"],
     "passes": [7, [None]],
+    "plan": [7, Plan(mesh=fzero.VirtualMesh(fsdp=4))],
     "data": [("model",), 3],
     "dynamic": [{"tokens": {0: None}}, {"*": {0: (5, 1)}}, 3],
     "max_programs": [0],
@@ -58,7 +60,7 @@ BAD: dict[str, list[Any]] = {
     "ranks": [0],
     "split": [7, {"*": ("fsdp", 0)}],
 }
-BESIDE_PASSES = {"stage", "memory", "donate", "reduce_dtype", "chunk", "to"}
+BESIDE_PASSES = {"stage", "memory", "donate", "reduce_dtype", "chunk", "to", "plan"}
 NAMES = {"ranks": "mesh axis fsdp", "data": "mesh axis 'model'", "split": "split '*'"}
 """What errors call an option in the place of its name."""
 
@@ -66,10 +68,10 @@ NAMES = {"ranks": "mesh axis fsdp", "data": "mesh axis 'model'", "split": "split
 def excludes(given: dict[str, Any]) -> set[str]:
     """The options of which one has to be named, of good values; none where all are taken."""
     names = given.keys()
-    if "passes" in names:
-        beside = {x for x in names if x in BESIDE_PASSES and given[x] is not True}
-        if beside:
-            return {*beside, "passes"}
+    for decides in ("passes", "plan"):
+        beside = {x for x in names if x in BESIDE_PASSES and x != decides and given[x] is not True}
+        if decides in names and beside:
+            return {*beside, decides}
     if {"stage", "memory"} <= names:
         return {"stage", "memory"}
     if "to" in names and "memory" not in names:

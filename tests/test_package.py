@@ -170,6 +170,24 @@ def test_public_names_are_few() -> None:
     assert count <= MAX_PUBLIC, f"{count} names at the top (limit {MAX_PUBLIC}): put a new one in a subpackage"
 
 
+# names of classes
+
+MAX_CLASS_NAMES_OF_SEVERAL = 20
+
+
+def test_few_class_names_have_two_meanings() -> None:
+    """Of public ones. A few are names of others, such as Accelerator and OneCycle."""
+    homes: dict[str, list[str]] = {}
+    for name in MODULES:
+        for each in parse(name).body:
+            if isinstance(each, ast.ClassDef) and not each.name.startswith("_"):
+                homes.setdefault(each.name, []).append(name)
+    found = {each: names for each, names in homes.items() if len(names) > 1}
+    advice = "name a class after what it is for, as TensorPlan beside Plan"
+    assert len(found) <= MAX_CLASS_NAMES_OF_SEVERAL, f"{len(found)} names of classes are of several: {found}; {advice}"
+    assert "Plan" not in found, "a Plan is what is decided about a program"
+
+
 # names of functions
 
 IRREGULAR = frozenset(

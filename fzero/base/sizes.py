@@ -1,4 +1,4 @@
-"""Sizes in bytes, as users give them: a whole number, or a text such as "40GiB"."""
+"""Sizes in bytes: as users give them, a whole number or a text such as "40GiB", and as texts for users."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def parse_size(where: str, given: int | str) -> int:
     if nbytes > 0:
         return nbytes
     raise FzeroError(where, f"is {given!r}", _WAY_OUT)
+
+
+def format_size(nbytes: int) -> str:
+    """`1536 -> "1.5 KiB"`."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

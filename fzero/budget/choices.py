@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from fzero.budget.frontier import Choice, Option, Span
-from fzero.budget.outline import Line, Outline, Use
+from fzero.budget.outline import GatheredUse, Line, Outline
 from fzero.budget.saved import Segment
 from fzero.program.comm import comm_of
 from fzero.program.program import Program
@@ -22,7 +22,7 @@ def list_bucket_choices(outline: Outline) -> Iterator[tuple[Choice, frozenset[st
     A bucket that turns of a loop use is gathered in front of the loop then, where nothing hides that.
     """
     program, line, weights = outline.program, outline.line, outline.weights
-    uses: dict[str, list[Use]] = {}
+    uses: dict[str, list[GatheredUse]] = {}
     for use in outline.uses:
         for name in use.names:
             uses.setdefault(name, []).append(use)
@@ -41,14 +41,14 @@ def list_bucket_choices(outline: Outline) -> Iterator[tuple[Choice, frozenset[st
             yield _describe_bucket(program, own, seconds), frozenset(names)
 
 
-def _close(names: set[str], uses: Mapping[str, Sequence[Use]]) -> set[str]:
+def _close(names: set[str], uses: Mapping[str, Sequence[GatheredUse]]) -> set[str]:
     """These buckets, and all that loops gather in their place in other turns."""
     while more := {other for name in names for use in uses[name] for other in use.names} - names:
         names = names | more
     return names
 
 
-def _describe_bucket(program: Program, uses: Sequence[Use], seconds: float) -> Choice:
+def _describe_bucket(program: Program, uses: Sequence[GatheredUse], seconds: float) -> Choice:
     """The choice between gathering again, and keeping every leaf from the first to the last use of the bucket.
 
     What awaits its first use stays as it is: where a bucket is kept, another one is gathered early in its room.

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fzero.budget.movable import Movable, Positions
+from fzero.budget.movable import Movable, Paths
 from fzero.budget.outline import LEAST_WEIGHT, Outline
 from fzero.layout.layout import layer_of
 from fzero.passes.host_updates import UPDATES
 from fzero.passes.order import find_origins
+from fzero.passes.place import place
 from fzero.program.comm import comm_of
 from fzero.program.operation import Node
-from fzero.program.places import is_wide, place_arguments
+from fzero.program.places import is_wide
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, starts
 from fzero.program.timeline import COMPUTE, HOST
@@ -25,14 +26,14 @@ class Costs(NamedTuple):
     both: float
 
 
-def measure_costs(outline: Outline, movable: Movable, build: Callable[[Positions], Program]) -> Costs:
+def measure_costs(outline: Outline, movable: Movable, build: Callable[[Paths], Program]) -> Costs:
     """What it costs to keep state elsewhere, by the timelines of the programs that `build` makes of a base. What copies
     and updates cost depends on how much of them is hidden, so it is read off programs and not computed.
 
     A second of a copy costs something also where it is hidden: rates are guesses.
     """
 
-    def measure(away: Positions) -> float:
+    def measure(away: Paths) -> float:
         seconds = build(away).timeline().seconds - outline.timeline.seconds if away else 0.0
         return max(seconds, LEAST_WEIGHT * outline.program.rates.copy(movable.count(away)))
 
@@ -49,7 +50,7 @@ def estimate_costs(outline: Outline, movable: Movable) -> Costs:
     """
     queues = _Queues(outline, movable)
 
-    def estimate(away: Positions, has_parameters: bool) -> float:
+    def estimate(away: Paths, has_parameters: bool) -> float:
         seconds = queues.count(has_parameters) if away else 0.0
         return max(seconds, LEAST_WEIGHT * queues.rates.copy(movable.count(away)))
 
@@ -154,7 +155,7 @@ def _list_operations(base: Program, direction: str) -> set[str]:
 def _find_updates(base: Program, movable: Movable) -> dict[Node, float]:
     """The nodes of a base that run on the host where all optimizer state lies elsewhere, or without any all parameters
     -> their seconds there."""
-    costs = place_arguments(base, movable.places(movable.state or movable.both)).costs()
+    costs = place(base, to=movable.to, away=movable.state or movable.both).costs()
     return {node: cost.seconds for node, cost in costs.items() if cost.lane == HOST and node.op == "call_function"}
 
 

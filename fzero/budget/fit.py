@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
-from fzero.base.placement import Host, Placement, host
+from fzero.base.placement import Host, host
+from fzero.base.sizes import format_size
 from fzero.budget.choices import list_bucket_choices, list_segment_choices
 from fzero.budget.costs import Costs, estimate_costs, measure_costs
 from fzero.budget.frontier import Choice, Point, find_frontier, keep_fastest
-from fzero.budget.movable import NOTHING, Movable, Positions
+from fzero.budget.movable import NOTHING, Movable
 from fzero.budget.outline import Outline
 from fzero.budget.placements import list_placement_choices
-from fzero.budget.programs import Choose, Programs
-from fzero.budget.saved import Again, Level, Segment, find_segments
+from fzero.budget.programs import Builder, verify_program
+from fzero.budget.saved import Level, Segment, find_segments
+from fzero.passes import list_passes
+from fzero.passes.run import Pass
 from fzero.program.largest import list_largest
-from fzero.program.listing import format_size
 from fzero.program.operation import nbytes
+from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.records import starts
 
@@ -39,28 +43,26 @@ GIB = 1 << 30
 
 
 class Budget(NamedTuple):
-    """The most bytes that are alive at once, and the passes of a choice, by the keywords `keep` and `ahead` of
-    `fzero.passes.defaults`. State and saved values may also lie in the placement `to`, unless that is None."""
+    """The most bytes that are alive at once, and a plan that says all that the budget does not choose. State and saved
+    values may also lie in the placement of the plan."""
 
     limit: int
-    passes: Choose
-    to: Placement | None = None
+    plan: Plan
 
 
-class Plan(NamedTuple):
-    """What a budget chose for a trace: the buckets that stay gathered, the segments that compute values again or move
-    them, the bytes that collectives have to start ahead, where arguments lie, and lines that say so. Segments and
-    arguments are numbers, so a plan is one of every trace with the same nodes."""
+Rewrite = Plan | Budget | Sequence[Pass]
+"""What becomes of a trace: what passes make of it, those of a plan, or those of the plan that a budget finds."""
 
-    keep: frozenset[str]
-    again: Again
-    ahead: int | None
-    places: Mapping[int, Placement | None]
-    remarks: tuple[str, ...] = ()
+
+def list_passes_of(rewrite: Rewrite) -> Sequence[Pass]:
+    """The passes of a rewrite; of a budget those of its plan, which all of its programs have."""
+    if isinstance(rewrite, Budget):
+        rewrite = rewrite.plan
+    return list_passes(rewrite) if isinstance(rewrite, Plan) else rewrite
 
 
 def find_plan(traced: Program, budget: Budget) -> Found:
-    """The plan of the fastest program of a trace whose peak, arguments included, is within a budget on every rank.
+    """The fastest program of a trace whose peak, arguments included, is within a budget on every rank, and its plan.
 
     It chooses from the program that keeps all saved values, gathers every bucket again and has all state on the device:
     which buckets stay gathered, which saved values are computed again or, where `to` is the host, move there and back,
@@ -70,25 +72,13 @@ def find_plan(traced: Program, budget: Budget) -> Found:
     Raises:
         FzeroError: where the least peak is above the limit, with the largest values that are alive there.
     """
-    programs = Programs(budget.passes, traced)
-    resident = Space(traced, programs, None, budget.to, is_resident=budget.to is not None)
-    found = resident.find(budget.limit) if budget.to and resident.is_fastest(budget.limit) else None
+    plan, programs = replace(budget.plan, mesh=traced.mesh, rates=traced.measured), Builder(traced)
+    resident = Space(traced, programs, plan, is_resident=plan.to is not None)
+    found = resident.find(budget.limit) if plan.to and resident.is_fastest(budget.limit) else None
     if found is None:
-        space = Space(traced, programs, None, budget.to, resident) if budget.to else resident
+        space = Space(traced, programs, plan, resident) if plan.to else resident
         found = find_fastest(space, budget.limit)
-    return found._replace(program=_finish(programs, found.program, found.plan))
-
-
-def follow_plan(traced: Program, budget: Budget, plan: Plan) -> Program:
-    """The program of a trace by a plan, whose peak may be another one than that of the trace that it was made for."""
-    programs = Programs(budget.passes, traced)
-    program = programs(plan.again, keep=plan.keep, ahead=plan.ahead, places=plan.places)
-    return _finish(programs, program, plan)
-
-
-def _finish(programs: Programs, program: Program, plan: Plan) -> Program:
-    """A program of these, verified and with the lines that say what was chosen."""
-    return programs.check(replace(program, remarks=(*program.remarks, *plan.remarks)), plan.keep)
+    return found._replace(program=verify_program(found.program))
 
 
 def find_fastest(space: Space, limit: int) -> Found:
@@ -97,12 +87,12 @@ def find_fastest(space: Space, limit: int) -> Found:
     found = space.find(limit)
     if found is not None and not found.is_dear:
         return found
-    last = space.limit_ahead(0)
+    last = Space(space.traced, space.programs, replace(space.plan, ahead=0), space)
     if found is not None and space.estimate(limit) <= last.estimate(limit):
         return found
     least = last.find(limit)
     if found is None and least is None:
-        fits = space.movable.to is None and _would_fit(last, limit)
+        fits = space.plan.to is None and _would_fit(last, limit)
         raise _refuse(last.least(), limit, "; or give to=fzero.host() too, so that state may lie there" * fits)
     wider = (last.widen(limit, ahead) for ahead in space.list_ahead())
     return min(filter(None, (found, least, *wider)), key=lambda each: each.program.timeline().seconds)
@@ -114,7 +104,7 @@ def _would_fit(last: Space, limit: int) -> bool:
     movable = Movable(last.traced, host())
     if last.frontier[0].peak - movable.count(movable.both) > (1 + LARGEST_ERROR) * limit:
         return False
-    return Space(last.traced, last.programs, 0, host()).find(limit) is not None
+    return Space(last.traced, last.programs, replace(last.plan, to=host())).find(limit) is not None
 
 
 def _refuse(least: Program, limit: int, other_way: str) -> FzeroError:
@@ -127,11 +117,9 @@ def _refuse(least: Program, limit: int, other_way: str) -> FzeroError:
 
 
 class Found(NamedTuple):
-    """A program within a limit, its plan, and the estimate of the seconds that it takes because state lies
-    elsewhere."""
+    """A program within a limit, and the estimate of the seconds that it takes because state lies elsewhere."""
 
     program: Program
-    plan: Plan
     elsewhere: float
 
     @property
@@ -140,20 +128,10 @@ class Found(NamedTuple):
         return self.elsewhere > 0 and self.elsewhere > DEAR * self.program.timeline().seconds
 
 
-class _Picked(NamedTuple):
-    """What a point says: the buckets to keep, the level of each segment that computes values again, and the arguments
-    that lie away from the device."""
-
-    keep: frozenset[str] = frozenset()
-    again: Again = ()
-    away: Positions = NOTHING
-
-
 class Space:
-    """The programs of a trace, by what is kept, what is computed again, and where state lies. `programs` makes them: a
-    `Programs` of the trace. Collectives have `ahead` bytes to start ahead of their use, by default what `prefetch`
-    gives them. With `is_resident` all state stays on the device. `like` is another space of the trace with the same
-    `to`."""
+    """The programs of a trace, by what is kept, what is computed again, and where state lies. `programs` makes a
+    program of a plan; what is not chosen here is as in `plan`. With `is_resident` all state stays on the device. `like`
+    is another space of the trace with the same `to`."""
 
     outline: Outline
     buckets: list[tuple[Choice, frozenset[str]]]
@@ -162,20 +140,20 @@ class Space:
     def __init__(
         self,
         traced: Program,
-        programs: Callable[..., Program],
-        ahead: int | None,
-        to: Placement | None = None,
+        programs: Callable[[Plan], Program],
+        plan: Plan,
         like: Space | None = None,
         is_resident: bool = False,
     ) -> None:
-        self.traced, self.programs, self.ahead = traced, programs, ahead
-        self.movable: Movable = like.movable if like else Movable(traced, to)
-        self._built: dict[tuple[_Picked, int | None], Program] = like._built if like else {}
-        self._parts: list[Segment] = like._parts if like else find_segments(traced, traced.rates, isinstance(to, Host))
-        if like and like.ahead == ahead:
+        self.traced, self.programs, self.plan = traced, programs if like else cache(programs), plan
+        self.movable: Movable = like.movable if like else Movable(traced, plan.to)
+        self._names: list[str] = like._names if like else [node.name for node in traced.graph.nodes]
+        has_host = isinstance(plan.to, Host)
+        self._parts: list[Segment] = like._parts if like else find_segments(traced, traced.rates, has_host)
+        if like and like.plan == plan:
             self.outline, self.buckets, self.segments = like.outline, like.buckets, like.segments
         else:
-            self.outline = Outline(self._write(_Picked()))
+            self.outline = Outline(self.programs(plan))
             self.buckets = list(list_bucket_choices(self.outline))
             self.segments = list(list_segment_choices(self._parts, self.outline))
         self.costs = self._find_costs(like) if self.movable.layers and not is_resident else None
@@ -198,21 +176,12 @@ class Space:
             return like.costs
         if not self.is_small:
             return estimate_costs(self.outline, self.movable)
-        return measure_costs(self.outline, self.movable, lambda away: self._write(_Picked(away=away)))
-
-    @property
-    def base(self) -> Program:
-        """The program that the choices begin from."""
-        return self.outline.program
+        return measure_costs(self.outline, self.movable, lambda away: self.programs(replace(self.plan, away=away)))
 
     @property
     def is_small(self) -> bool:
         """Whether programs have so few nodes that some more of them are built."""
-        return len(self.base.graph.nodes) <= MOST_NODES
-
-    def limit_ahead(self, ahead: int) -> Space:
-        """The programs of the same trace in which collectives have so many bytes."""
-        return Space(self.traced, self.programs, ahead, self.movable.to, self)
+        return len(self.outline.program.graph.nodes) <= MOST_NODES
 
     def _search(self, line: list[int]) -> list[Point]:
         """The frontier. Greedy search is better at fewer choices, so those of programs with no state elsewhere, and
@@ -224,14 +193,6 @@ class Space:
             found = find_frontier(line, [*self.choices[:count], *fixed])
             points += [point._replace(picks=point.picks[:count] + picks) for point in found]
         return keep_fastest(points)
-
-    def _write(self, picked: _Picked, ahead: int | None = None) -> Program:
-        """The program of these picks, with as many bytes `ahead` as those of this space unless more are given."""
-        key = picked, self.ahead if ahead is None else ahead
-        if key not in self._built:
-            places = self.movable.places(picked.away)
-            self._built[key] = self.programs(picked.again, keep=picked.keep, ahead=key[1], places=places)
-        return self._built[key]
 
     def list_ahead(self) -> list[int]:
         """Limits below the default of what awaits its use: the largest buffer, and two and one of the next size."""
@@ -252,34 +213,43 @@ class Space:
         point = self.best(limit)
         return self.outline.timeline.seconds - self.start.seconds + point.seconds if point else float("inf")
 
-    def pick(self, point: Point) -> _Picked:
+    def pick(self, point: Point) -> Plan:
         """What a point says."""
-        first, second = len(self.buckets), len(self.buckets) + len(self.segments)
         keep = (names for (_, names), option in zip(self.buckets, point.picks) if option)
-        again = [
-            (segment, segment.levels[-1 - option])
-            for (_, segment), option in zip(self.segments, point.picks[first:])
-            if option < len(segment.levels)
-        ]
-        away = (options[i] for (_, options), i in zip(self.placements, point.picks[second:]))
-        return _Picked(frozenset().union(*keep), tuple(again), NOTHING.union(*away))
+        away = (
+            options[i]
+            for (_, options), i in zip(self.placements, point.picks[len(self.choices) - len(self.placements) :])
+        )
+        levels = self._list_levels(point)
+        again, on_host = (
+            frozenset(self._names[i] for each in nodes for i in each)
+            for nodes in ([level.lost for level in levels], [level.moved for level in levels])
+        )
+        return replace(self.plan, keep=NOTHING.union(*keep), again=again, on_host=on_host, away=NOTHING.union(*away))
+
+    def _list_levels(self, point: Point) -> list[Level]:
+        """The levels of the segments that compute values again or move them."""
+        picks = zip(self.segments, point.picks[len(self.buckets) :])
+        return [segment.levels[-1 - i] for (_, segment), i in picks if i < len(segment.levels)]
 
     def build(self, point: Point) -> Program:
         """The program of a point."""
-        return self._write(self.pick(point))
+        return self.programs(self.pick(point))
 
     def least(self) -> Program:
         """The program with the least peak. That is where the estimate is least, or the program that this began with."""
-        return min((self.build(self.frontier[0]), self.base), key=lambda program: program.memory().peak)
+        both = self.build(self.frontier[0]), self.outline.program
+        return min(both, key=lambda program: program.memory().peak)
 
     def find(self, limit: int) -> Found | None:
         """The fastest program within a limit among those that were built. How far the estimate of one is off says which
         one is built next. An estimate counts as many bytes that await their use as the base has, which is too many
         where nearly all buckets are kept: so the first program of a small step may be above the limit by as much."""
         least = self.frontier[0]
-        if self.ahead != 0 and min(least.peak, self.start.peak) > (1 + LARGEST_ERROR) * limit:
+        if self.plan.ahead != 0 and min(least.peak, self.start.peak) > (1 + LARGEST_ERROR) * limit:
             return None
-        awaiting = 2 * max(self.gathered, default=0) if self.ahead is None else self.ahead
+        ahead = self.plan.ahead
+        awaiting = 2 * max(self.gathered, default=0) if ahead is None else ahead
         peaks, bound = {self.start: self.start.peak}, limit + self.is_small * awaiting
         found: Point | None = None
         for _ in range(TRIES):
@@ -296,24 +266,19 @@ class Space:
             peaks[least] = self.build(least).memory().peak
         peaks |= {point: self.build(point).memory().peak for point in self._list_smaller(found) if point not in peaks}
         within = [point for point, peak in peaks.items() if peak <= limit]
-        is_compared = self.is_small and self.ahead != 0
-        best = min(
-            within, key=lambda point: (is_compared and self._time(point), point.seconds, point.peak), default=None
-        )
-        return self._tell(best, self.build(best), peaks[best], limit) if best else None
+        is_compared = self.is_small and ahead != 0
+        seconds = {point: self.build(point).timeline().seconds for point in within if is_compared}
+        best = min(within, key=lambda point: (seconds.get(point), point.seconds, point.peak), default=None)
+        return self._tell(best, self.build(best), limit) if best else None
 
     def _list_smaller(self, found: Point | None) -> list[Point]:
         """Of the next smaller points, whose programs may be faster than the estimates say, those that have no more
         state elsewhere. None of large programs, in which one choice is a small part of the step, and none where
         collectives do not start ahead: there estimates are exact."""
-        if found is None or found not in self.frontier or self.ahead == 0 or not self.is_small:
+        if found is None or found not in self.frontier or self.plan.ahead == 0 or not self.is_small:
             return []
         at, away = self.frontier.index(found), self.pick(found).away
         return [point for point in self.frontier[max(at - COMPARED, 0) : at] if self.pick(point).away <= away]
-
-    def _time(self, point: Point) -> float:
-        """The seconds of the program of a point."""
-        return self.build(point).timeline().seconds
 
     def widen(self, limit: int, ahead: int) -> Found | None:
         """A program of this space in which collectives have more bytes, `ahead`, and in exchange more is computed or
@@ -323,41 +288,39 @@ class Space:
             point = self.best(bound)
             if point is None:
                 break
-            program = self._write(self.pick(point), ahead)
+            program = self.programs(replace(self.pick(point), ahead=ahead))
             peak = program.memory().peak
             if peak <= limit:
-                return self._tell(point, program, peak, limit, ahead)
+                return self._tell(point, program, limit)
             bound = min(bound, point.peak) - (peak - limit)
         return None
 
-    def _tell(self, point: Point, program: Program, peak: int, limit: int, ahead: int | None = None) -> Found:
-        """The program of a point, with its plan."""
-        ahead = self.ahead if ahead is None else ahead
-        keep, again, away = self.pick(point)
-        lines = self._explain(point, peak, limit)
-        room = () if ahead is None else (f"  collectives have {format_size(ahead)} to start ahead of their use",)
-        plan = Plan(keep, again, ahead, self.movable.places(away), (*lines, *room))
-        return Found(program, plan, self._count_elsewhere(point))
+    def _tell(self, point: Point, program: Program, limit: int) -> Found:
+        """The program of a point, with lines that say what was chosen."""
+        remarks = (*program.remarks, *self._explain(point, program, limit))
+        return Found(replace(program, remarks=remarks), self._count_elsewhere(point))
 
-    def _explain(self, point: Point, peak: int, limit: int) -> Iterator[str]:
+    def _explain(self, point: Point, program: Program, limit: int) -> Iterator[str]:
         """Lines that say what was chosen, and what more bytes would buy."""
-        keep, again, away = self.pick(point)
+        plan, peak = self.pick(point), program.memory().peak
         yield f"memory: {format_size(peak)} of {format_size(limit)}"
-        names, all_names = len(keep), sum(len(names) for _, names in self.buckets)
+        names, all_names = len(plan.keep), sum(len(names) for _, names in self.buckets)
         if all_names:
             seconds = sum(choice.options[i].seconds for (choice, _), i in zip(self.buckets, point.picks))
             rest = f"gathering the others again costs {_format(seconds)}"
             yield f"  keeps {names} of {all_names} buckets gathered: {rest}"
         if self.segments:
-            yield from _explain_segments([level for _, level in again], [segment for _, segment in self.segments])
+            yield from _explain_segments(self._list_levels(point), [segment for _, segment in self.segments])
         if self.movable.nbytes:
-            yield from self.movable.explain(away, f"{_format(self._count_elsewhere(point))} more")
+            yield from self.movable.explain(plan.away, f"{_format(self._count_elsewhere(point))} more")
         error = peak - point.peak
         more = self.best(limit + GIB - error)
         if more is not None and more.seconds < point.seconds:
             yield f"  1 GiB more would save {_format(point.seconds - more.seconds)}"
         elif point.seconds:
             yield "  1 GiB more would save nothing"
+        if program.plan and program.plan.ahead is not None:
+            yield f"  collectives have {format_size(program.plan.ahead)} to start ahead of their use"
 
     def _count_elsewhere(self, point: Point) -> float:
         """The seconds that a point takes because state lies elsewhere."""

@@ -7,17 +7,18 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fzero.base.placement import Placement
+from fzero.base.sizes import format_size
 from fzero.layout.layout import layer_of
 from fzero.program import ops
-from fzero.program.listing import format_size
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops import loops
+from fzero.program.places import list_movable
 from fzero.program.program import Program
 from fzero.program.records import is_call
 
-Positions = frozenset[int]
-"""Arguments, by position."""
-NOTHING: Positions = frozenset()
+Paths = frozenset[str]
+"""Arguments, by their paths."""
+NOTHING: Paths = frozenset()
 
 
 class Layer(NamedTuple):
@@ -25,50 +26,45 @@ class Layer(NamedTuple):
     optimizer's."""
 
     name: str
-    parameters: Positions
-    state: Positions
+    parameters: Paths
+    state: Paths
 
-    def holds(self, positions: Positions) -> bool:
+    def holds(self, paths: Paths) -> bool:
         """Whether some of these arguments belong to the layer."""
-        return not positions.isdisjoint(self.parameters | self.state)
+        return not paths.isdisjoint(self.parameters | self.state)
 
 
 class Movable:
-    """The arguments of a trace that may lie on the device or in the placement `to`, by layers. State that lies in a
-    third placement stays there, and so does state that every rank holds whole. Nothing moves where `to` is None."""
+    """The arguments of a trace that may lie on the device or in the placement `to`, by layers."""
 
     def __init__(self, traced: Program, to: Placement | None) -> None:
-        self.to, gathered = to, _find_parameters(traced)
-        found: dict[str, tuple[set[int], set[int]]] = {}
+        self.to, gathered, placeholders = to, _find_parameters(traced), traced.placeholders
+        found: dict[str, tuple[set[str], set[str]]] = {}
         layer: dict[str, str] = {}  # of a leaf, by its path: state may lie in a bucket of its own
-        self.nbytes: dict[int, int] = {}
-        for i, (node, argument) in enumerate(zip(traced.placeholders, traced.arguments)):
-            layout = None if argument.bucket is None else traced.layouts[argument.bucket]
-            if to and layout is not None and not layout.replicated and argument.place in (None, to):
-                name = layer.setdefault(layout.leaves[argument.leaf].path, layer_of(layout.bucket))
-                found.setdefault(name, (set(), set()))[node not in gathered].add(i)
-                self.nbytes[i] = nbytes(node.meta["val"])
+        self.nbytes: dict[str, int] = {}
+        for i in list_movable(traced, to):
+            node, argument = placeholders[i], traced.arguments[i]
+            layout = traced.layouts[argument.bucket]
+            name = layer.setdefault(layout.leaves[argument.leaf].path, layer_of(layout.bucket))
+            found.setdefault(name, (set(), set()))[node not in gathered].add(argument.path)
+            self.nbytes[argument.path] = nbytes(node.meta["val"])
         self.layers = [Layer(name, frozenset(own), frozenset(rest)) for name, (own, rest) in found.items()]
 
     @property
-    def state(self) -> Positions:
+    def state(self) -> Paths:
         """All optimizer state."""
         return NOTHING.union(*(layer.state for layer in self.layers))
 
     @property
-    def both(self) -> Positions:
+    def both(self) -> Paths:
         """All optimizer state and all parameters."""
         return frozenset(self.nbytes)
 
-    def count(self, positions: Collection[int]) -> int:
+    def count(self, paths: Collection[str]) -> int:
         """The bytes of these arguments on a rank."""
-        return sum(self.nbytes[i] for i in positions)
+        return sum(self.nbytes[path] for path in paths)
 
-    def places(self, away: Positions) -> dict[int, Placement | None]:
-        """Where each argument lies, where these lie away from the device."""
-        return {i: self.to if i in away else None for i in self.nbytes}
-
-    def explain(self, away: Positions, price: str) -> Iterator[str]:
+    def explain(self, away: Paths, price: str) -> Iterator[str]:
         """Lines that say which layers lie elsewhere, for a price."""
         freed = format_size(self.count(away))
         yield f"  has {freed} of state in {self.to}, {price}" if away else f"  has no state in {self.to}"

@@ -39,7 +39,7 @@ class Place(NamedTuple):
 Line = Sequence[Place]
 
 
-class Use(NamedTuple):
+class GatheredUse(NamedTuple):
     """A buffer of gathered leaves in the line: its start, its first and its last use. `names` are the buckets that it
     holds, one for each turn."""
 
@@ -97,7 +97,7 @@ def _flatten(program: Program, top: int | None = None, loops: tuple[Node, ...] =
             yield from _flatten(body, alive + more, (*loops, node))
 
 
-def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = None) -> Iterator[Use]:
+def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = None) -> Iterator[GatheredUse]:
     """The gathered buffers of a program, which is the body of a loop or is not, and of its loops. Rows of what a loop
     goes through are left out: only leaves that all turns share, and the layer of each turn, can stay gathered."""
     origin = find_origins(program.graph, "gathered")
@@ -118,4 +118,4 @@ def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = 
         elif starts(node) == "gathered" and rows.isdisjoint(node.args[0]):
             names_of, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
             places = index[node], min(first[node], last[node]), last[node]
-            yield Use(tuple(names_of), tuple(node.args[2]), value.dtype, *places, nbytes(value))
+            yield GatheredUse(tuple(names_of), tuple(node.args[2]), value.dtype, *places, nbytes(value))

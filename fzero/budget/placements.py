@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from fzero.budget.costs import Costs
 from fzero.budget.frontier import Choice, Option, Span
-from fzero.budget.movable import NOTHING, Layer, Movable, Positions
+from fzero.budget.movable import NOTHING, Layer, Movable, Paths
 from fzero.budget.outline import Outline
 from fzero.layout.layout import layer_of
 from fzero.passes.order import find_origins
@@ -20,7 +20,7 @@ from fzero.program.operation import Node, nbytes
 
 def list_placement_choices(
     outline: Outline, movable: Movable, costs: Costs
-) -> Iterator[tuple[Choice, tuple[Positions, ...]]]:
+) -> Iterator[tuple[Choice, tuple[Paths, ...]]]:
     """What of each layer lies elsewhere, with the arguments of each option: from all of it to nothing.
 
     Each layer has its share of the costs. An option that has more on the device than another and is no faster is left
@@ -31,7 +31,7 @@ def list_placement_choices(
     gradients, world = list(_find_gradients(outline)), base.mesh.size(base.mesh.shard_axis)
     price = _share_costs(movable, costs, [name for name, _ in gradients])
 
-    def describe(group: Sequence[Layer], away: Positions) -> Option:
+    def describe(group: Sequence[Layer], away: Paths) -> Option:
         spans = [Span(0, len(outline.line), -movable.count(away))]
         for layer in group:
             if layer.state and layer.state <= away:
@@ -48,7 +48,7 @@ def list_placement_choices(
         yield Choice(f"place {group[0].name}", options), ladder
 
 
-def _share_costs(movable: Movable, costs: Costs, arrivals: Sequence[str]) -> Callable[[Layer, Positions], float]:
+def _share_costs(movable: Movable, costs: Costs, arrivals: Sequence[str]) -> Callable[[Layer, Paths], float]:
     """A function of a layer and of what lies elsewhere: the layer's share of the costs.
 
     Shares go by bytes, and are the larger the later gradients arrive: what the first ones do is hidden behind the rest
@@ -57,21 +57,21 @@ def _share_costs(movable: Movable, costs: Costs, arrivals: Sequence[str]) -> Cal
     late = {name: number for number, name in enumerate(arrivals, 1)}
     usual = (len(late) + 1) / 2
 
-    def weigh(layer: Layer, away: Positions) -> float:
+    def weigh(layer: Layer, away: Paths) -> float:
         return late.get(layer.name, usual) * movable.count((layer.state | layer.parameters) & away)
 
     of_state, of_both = (
         sum(weigh(layer, away) for layer in movable.layers) or 1 for away in (movable.state, movable.both)
     )
 
-    def price(layer: Layer, away: Positions) -> float:
+    def price(layer: Layer, away: Paths) -> float:
         has_parameters = not layer.parameters.isdisjoint(away)
         return weigh(layer, away) * (costs.both / of_both if has_parameters else costs.state / of_state)
 
     return price
 
 
-def _list_ladder(group: Sequence[Layer]) -> Iterator[Positions]:
+def _list_ladder(group: Sequence[Layer]) -> Iterator[Paths]:
     """What lies elsewhere of some layers, from all to the state of one. The state of the first layer comes back first:
     its gradients are the last ones to be there."""
     state = NOTHING.union(*(layer.state for layer in group))

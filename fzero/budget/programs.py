@@ -1,64 +1,121 @@
-"""Programs: those of a trace, by what a budget chooses. What several programs have in common is made once."""
+"""Programs: those of a trace, by a plan. What several programs have in common is made once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
-from fzero.base.placement import Placement
-from fzero.budget.saved import Again, number_nodes, set_levels
+from fzero.budget.saved import list_saved_values
+from fzero.passes import list_passes
 from fzero.passes.fuse import fuse
 from fzero.passes.prefetch import prefetch
 from fzero.passes.resolve import resolve
 from fzero.passes.roll import has_turns, roll
-from fzero.passes.run import Pass, name_of_pass, run_passes
-from fzero.passes.verify import verify
-from fzero.program.places import place_arguments
+from fzero.passes.run import name_of_pass, run_passes
+from fzero.program.plan import Plan, check_names
 from fzero.program.program import Program
-
-Choose = Callable[..., Sequence[Pass]]
-"""The passes of a choice, by the keywords `keep` and `ahead` of `fzero.passes.defaults`."""
+from fzero.values.regions import Region, get_mark, set_mark
 
 
-class Programs:
-    """Makes the programs of a trace.
+def follow_plan(traced: Program, plan: Plan) -> Program:
+    """The program of a trace by a plan.
+
+    Raises:
+        FzeroError: for a name of the plan that the step does not have; as the passes do.
+    """
+    return verify_program(Builder(traced)(plan))
+
+
+def verify_program(program: Program) -> Program:
+    """A program of `Builder`, verified."""
+    assert program.plan is not None
+    return run_passes(program, list_passes(program.plan)[-1:])
+
+
+def mark_trace(traced: Program, plan: Plan) -> Program:
+    """A trace with marks of what a plan computes again and has on the host; the trace itself where that is nothing.
+
+    Raises:
+        FzeroError: for a value that the trace does not have, or that it cannot compute again.
+    """
+    if not plan.again and not plan.on_host:
+        return traced
+    builder = Builder(traced)
+    return builder.mark(builder.numbered, plan)
+
+
+class Builder:
+    """Makes the programs of a trace, by plans.
 
     Programs share what stands in front of the first pass that they differ in. Without loops all share the resolved
-    trace. Programs that compute the same values again and keep the same buckets share what stands in front of `fuse`,
-    because where state lies matters to `fuse` and the passes behind it. Those that have state in the same places also
-    share what stands in front of `prefetch`, to which the room of collectives matters. Programs are not verified:
-    `check` verifies the one that a step takes.
+    trace. Programs that compute the same values again and keep the same buckets share what stands in front of `place`,
+    because where state lies matters to the passes behind it. Those that have state in the same places also share what
+    stands in front of `prefetch`, to which the room of collectives matters. Programs are not verified:
+    `verify_program` verifies the one that a step takes.
+
+    `numbered` is a copy of the trace whose nodes know their numbers, and so do the nodes that are made of them.
     """
 
-    def __init__(self, choose: Choose, traced: Program) -> None:
-        self._choose, self._numbered = choose, number_nodes(traced)
+    def __init__(self, traced: Program) -> None:
+        self.numbered, self._names = traced.copy(), [node.name for node in traced.graph.nodes]
+        for number, node in enumerate(self.numbered.graph.nodes):
+            set_mark(node.meta, get_mark(node)._replace(number=number))
         self._shared: dict[tuple[object, ...], Program] = {}
 
-    def __call__(
-        self, again: Again, *, keep: Collection[str], ahead: int | None, places: Mapping[int, Placement | None]
-    ) -> Program:
-        """The program in which segments have the levels `again`. The buckets to `keep` stay gathered; `ahead` is the
-        `memory` of `prefetch`; `places` says of some arguments, by position, where they lie."""
-        passes = list(self._choose(keep=keep, ahead=ahead))
+    def __call__(self, plan: Plan) -> Program:
+        """The program of a plan."""
+        passes = list_passes(plan)
         names = [name_of_pass(each) for each in passes]
-        first, second = names.index(name_of_pass(fuse)), names.index(name_of_pass(prefetch))
-        kept, placed = frozenset(keep), tuple(places.items())
-        early = self._share((again, kept), lambda: run_passes(self._resolve(again), passes[:first]))
-        late = self._share(
-            (again, kept, placed), lambda: run_passes(place_arguments(early, places), passes[first:second])
-        )
-        return run_passes(late, [each for each in passes[second:] if name_of_pass(each) != name_of_pass(verify)])
+        first = names.index(name_of_pass(fuse)) - (plan.to is not None)  # in front of `place`
+        second = names.index(name_of_pass(prefetch))
+        key = plan.again, plan.on_host, plan.keep
+        early = self._share(key, lambda: run_passes(self._resolve(plan), passes[:first]))
+        late = self._share((*key, plan.to, plan.away), lambda: run_passes(early, passes[first:second]))
+        return replace(run_passes(late, passes[second:-1]), plan=plan)
 
-    def _resolve(self, again: Again) -> Program:
-        """The trace with these levels, resolved. What a turn computes again is decided before turns become loops."""
-        if has_turns(self._numbered):
-            return resolve(roll(set_levels(self._numbered, again)))
-        return set_levels(self._share((), lambda: resolve(self._numbered)), again)
+    def _resolve(self, plan: Plan) -> Program:
+        """The marked trace, resolved. What a turn computes again is decided before turns become loops."""
+        if has_turns(self.numbered):
+            return resolve(roll(self.mark(self.numbered, plan)))
+        return self.mark(self._share((), lambda: resolve(self.numbered)), plan)
 
     def _share(self, key: tuple[object, ...], make: Callable[[], Program]) -> Program:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
-    def check(self, program: Program, keep: Collection[str]) -> Program:
-        """The program, which keeps these buckets, verified."""
-        return run_passes(program, self._choose(keep=keep, ahead=None)[-1:])
+    @cached_property
+    def _saved(self) -> list[tuple[tuple[int, ...], frozenset[int]]]:
+        return list_saved_values(self.numbered)
+
+    def mark(self, program: Program, plan: Plan) -> Program:
+        """A copy of `numbered`, or of what was made of it, with the regions of a plan."""
+        regions, marked = self._find_regions(plan), program.copy()
+        for node in marked.graph.nodes:
+            mark = get_mark(node)
+            if mark.number in regions:
+                set_mark(node.meta, mark._replace(regions=(regions[mark.number],)))
+        return replace(marked, is_spare=True)
+
+    def _find_regions(self, plan: Plan) -> dict[int | None, Region]:
+        """Node -> its region. Those of a segment that computes values again have one region together."""
+        known = (self._names[i] for _, saved in self._saved for i in saved) if plan.again else ()
+        check_names("again", plan.again, known, "the values that the step can compute again")
+        check_names("on_host", plan.on_host, self._names, "the values of the step")
+        again, moved = (
+            frozenset(i for i, name in enumerate(self._names) if name in names) for names in (plan.again, plan.on_host)
+        )
+        regions: dict[int | None, Region] = {}
+        regions |= dict.fromkeys(moved, Region(_keep_nothing, in_backward=False, moved=moved))
+        for members, saved in self._saved if again else ():
+            if again & saved:
+                region = Region(_keep_nothing, in_backward=False, kept=saved - again, moved=moved)
+                regions |= dict.fromkeys(members, region)
+        return regions
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    """The policy of a region that keeps or moves the nodes that it names, and nothing else."""
+    return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.program.records import is_call, record, storage
 from fzero.program.work import work
-from fzero.values.regions import Region, Turn, get_mark, set_mark
+from fzero.values.regions import Turn, get_mark
 
 LEAST_SECONDS = 1e-9
 """The time of what costs nothing, so that bytes a second are a number."""
@@ -74,39 +73,6 @@ class Segment(NamedTuple):
     levels: tuple[Level, ...]
 
 
-Again = tuple[tuple[Segment, Level], ...]
-"""The level of each segment that computes values again or moves them."""
-
-
-def number_nodes(traced: Program) -> Program:
-    """A copy of a trace whose nodes know their numbers."""
-    program = traced.copy()
-    for number, node in enumerate(program.graph.nodes):
-        set_mark(node.meta, get_mark(node)._replace(number=number))
-    return program
-
-
-def set_levels(numbered: Program, chosen: Again) -> Program:
-    """A copy of a program in which these segments have these levels. Its nodes know their numbers in the trace."""
-    moved = frozenset[int]().union(*(level.moved for _, level in chosen))
-    region_of = dict.fromkeys(moved, Region(_keep_nothing, in_backward=False, moved=moved))
-    for segment, level in chosen:
-        if level.lost:
-            region = Region(_keep_nothing, in_backward=False, kept=segment.saved - level.lost, moved=moved)
-            region_of |= dict.fromkeys(segment.members, region)
-    program = numbered.copy()
-    for node in program.graph.nodes:
-        mark = get_mark(node)
-        if mark.number in region_of:
-            set_mark(node.meta, mark._replace(regions=(region_of[mark.number],)))
-    return replace(program, is_spare=True)
-
-
-def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """The policy of a region that keeps or moves the nodes that it names, and nothing else."""
-    return False
-
-
 def find_segments(traced: Program, rates: Rates, has_host: bool = False) -> list[Segment]:
     """The segments of a trace in which something can be computed again, or with `has_host` moved to the host, in order.
     Equal segments are looked at once."""
@@ -124,6 +90,14 @@ def find_segments(traced: Program, rates: Rates, has_host: bool = False) -> list
         if levels:
             segments.append(part.describe(levels))
     return segments
+
+
+def list_saved_values(traced: Program) -> list[tuple[tuple[int, ...], frozenset[int]]]:
+    """The members of each segment of a trace that has values to compute again, and the nodes of these values
+    (`Segment.saved`)."""
+    trace = _Trace(traced, False)
+    parts = (_Part(trace, members, traced.rates) for members in _list_members(trace))
+    return [(tuple(map(trace.number.__getitem__, part.members)), part.saved) for part in parts if part.values]
 
 
 def _list_members(trace: _Trace) -> Iterator[list[Node]]:
@@ -351,17 +325,21 @@ class _Part:
                 users = tuple(map(number.__getitem__, uses.late))
                 yield Segment((number[uses.last],), frozenset(), users, (level,))
 
+    @property
+    def saved(self) -> frozenset[int]:
+        """The values of the segment, in the numbers of the trace."""
+        return frozenset(self.trace.number[node] for memory in self.values for node in self.groups[memory])
+
     def describe(self, levels: Sequence[Level]) -> Segment:
         """The segment with these levels, in the numbers of the trace."""
         number: Callable[[Node], int] = self.trace.number.__getitem__
-        saved = frozenset(number(node) for memory in self.values for node in self.groups[memory])
         users = {number(user) for memory in self.values for user in self._find_users(memory)}
 
         def find(positions: frozenset[int]) -> frozenset[int]:
             return frozenset(number(self.members[i]) for i in positions)
 
         own = (level._replace(lost=find(level.lost), moved=find(level.moved)) for level in levels)
-        return Segment(tuple(map(number, self.members)), saved, tuple(sorted(users)), tuple(own))
+        return Segment(tuple(map(number, self.members)), self.saved, tuple(sorted(users)), tuple(own))
 
 
 def _describe(node: Node) -> Any:

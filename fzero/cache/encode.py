@@ -27,7 +27,7 @@ from fzero.program.records import is_call
 LARGEST = 4096
 """The most elements of a tensor that a file holds."""
 _TABLES = ("arguments", "results", "out_tree", "layouts", "mesh", "measured", "noted", "pass_state", "reduce_dtypes",
-           "remarks", "is_body", "model_axes")  # fmt: skip
+           "remarks", "plan", "is_body", "model_axes")  # fmt: skip
 _APART = {"name", "graph", "constants", "fake_mode", "read", "open", "is_spare"}
 assert {x.name for x in fields(Program)} == {*_TABLES, *_APART}
 

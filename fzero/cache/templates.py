@@ -12,11 +12,11 @@ from fzero.base.formulas import Condition, Conditions, is_formula
 from fzero.cache.encode import ProgramReader, ProgramWriter
 from fzero.cache.values import Unreadable
 from fzero.general.programs import General
-from fzero.general.sizes import Sizes, is_batch
+from fzero.general.sizes import Sizes
 from fzero.program.open import Template
 from fzero.program.program import Program
 from fzero.program.records import find_loops
-from fzero.tracing.signatures import Signature
+from fzero.tracing.signatures import Signature, is_batch
 
 
 def write_general(general: General, template: Template, writer: ProgramWriter) -> dict[str, Any]:

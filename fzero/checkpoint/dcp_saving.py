@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.checkpoint.pieces import Plan, plan
+from fzero.checkpoint.pieces import CheckpointPlan, plan
 from fzero.files import load
 from fzero.layout.boxes import Box, boxes
 from fzero.layout.ranges import tile
@@ -47,7 +47,7 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
             cannot write, or where ranks save different trees.
     """
     on = find_common_ranks(zip(tree.paths(values), tree.leaves(values)))
-    target, plans = Path(path), list[Plan]()
+    target, plans = Path(path), list[CheckpointPlan]()
 
     def make_plan() -> list[str]:
         plans.append(plan(values, on))
@@ -68,7 +68,7 @@ def save_dcp(path: str | os.PathLike[str], values: tree.Tree) -> None:
     publication.run(make_plan, take, write, lambda written: give_name(written[0], target))
 
 
-def _write(folder: Path, of: Plan, on: Ranks, what: str) -> None:
+def _write(folder: Path, of: CheckpointPlan, on: Ranks, what: str) -> None:
     """Let torch write the files of all ranks, and its metadata. Raises the error of this rank."""
     # here, as below: these imports take most of a second
     from torch.distributed.checkpoint.api import CheckpointException

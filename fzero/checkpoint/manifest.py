@@ -50,7 +50,7 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, com
 """Leaves that are no tensors, by the names of their types."""
 
 
-class File(NamedTuple):
+class FileEntry(NamedTuple):
     """One file: its bytes, their CRC-32, and their SHA-256 or ""."""
 
     nbytes: int
@@ -69,7 +69,7 @@ class Manifest(NamedTuple):
     grid: Grid
     places: dict[str, Place]
     values: dict[str, Value]
-    files: list[File]
+    files: list[FileEntry]
     metadata: dict[str, Any]
     versions: dict[str, str]
 
@@ -185,7 +185,7 @@ def _parse_body(body: Mapping[str, Any]) -> Manifest:
     grid = Grid.of(mesh, axis)
     places = {place.path: place for place in _parse_places(body["leaves"], grid)}
     values = {path: _parse_value(kind, text) for path, kind, text in body["values"]}
-    files = [File(_natural(nbytes), str(crc), str(sha)) for nbytes, crc, sha in body["files"]]
+    files = [FileEntry(_natural(nbytes), str(crc), str(sha)) for nbytes, crc, sha in body["files"]]
     if len(places) < len(body["leaves"]) or len(values) < len(body["values"]) or places.keys() & values.keys():
         raise ValueError("a leaf stands in it twice")
     if len(files) != grid.files:

@@ -23,7 +23,7 @@ from fzero.values.origin import describe_origin
 from fzero.values.sharded import Sharded
 
 
-class Plan(NamedTuple):
+class CheckpointPlan(NamedTuple):
     """Where each leaf of a tree goes. Every rank works it out by itself, and all ranks alike."""
 
     grid: Grid
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 @pause_garbage_collection()
-def plan(state: tree.Tree, on: Ranks) -> Plan:
+def plan(state: tree.Tree, on: Ranks) -> CheckpointPlan:
     """The plan of a tree whose `Sharded` leaves lie on these ranks. Reads no values.
 
     Raises:
@@ -69,7 +69,7 @@ def plan(state: tree.Tree, on: Ranks) -> Plan:
     places = {path: _place(path, leaf, on) for path, leaf in held.items()}
     for path, first in _choose_firsts(places, held, grid).items():
         places[path] = places[path]._replace(first=first)
-    return Plan(grid, places, values, held)
+    return CheckpointPlan(grid, places, values, held)
 
 
 def describe_mesh(on: Ranks) -> tuple[dict[str, int], str]:

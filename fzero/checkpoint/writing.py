@@ -34,7 +34,7 @@ from fzero.checkpoint.folder import (
 )
 from fzero.checkpoint.manifest import (
     MANIFEST,
-    File,
+    FileEntry,
     Manifest,
     check_metadata,
     name_file,
@@ -42,7 +42,7 @@ from fzero.checkpoint.manifest import (
     render_manifest,
     tag_file,
 )
-from fzero.checkpoint.pieces import Plan, describe_mesh, plan
+from fzero.checkpoint.pieces import CheckpointPlan, describe_mesh, plan
 from fzero.checkpoint.staging import Staging
 from fzero.files.memory import memory_of
 from fzero.ranks.ranks import Ranks
@@ -82,7 +82,7 @@ class Saving:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.gather = gather
         self._options, self._on = options, on
-        self._plan: Plan | None = None
+        self._plan: CheckpointPlan | None = None
         self._files: dict[int, dict[str, Source]] = {}
         self._lines: list[str] = []  # what ranks must have alike, as it was at the call
         self._save = ""  # the first rank's number, which no other save has
@@ -174,7 +174,7 @@ class Saving:
             check_free(self.path, self.step, self._options.overwrite)
             yield secrets.token_hex(16)
 
-    def _write(self, save: str) -> dict[int, File]:
+    def _write(self, save: str) -> dict[int, FileEntry]:
         """Write this process's files. What is written of each, by number."""
         self._save = save
         self._staged()
@@ -185,7 +185,7 @@ class Saving:
             sync_directory(folder)
         return written
 
-    def _write_file(self, folder: Path, number: int, values: Mapping[str, Source]) -> File:
+    def _write_file(self, folder: Path, number: int, values: Mapping[str, Source]) -> FileEntry:
         """Write one file and put it on the disk. Values lie in the order of the header, without gaps."""
         header = plan_header(values, tag_file(self._save, number))
         sums, begun = _Sums(self._options.sha256), 0
@@ -205,7 +205,7 @@ class Saving:
                 os.fsync(out.fileno())
         return sums.describe()
 
-    def _commit(self, written: list[dict[int, File]]) -> None:
+    def _commit(self, written: list[dict[int, FileEntry]]) -> None:
         """Write the manifest, and give the checkpoint its name."""
         assert self._plan is not None
         files = {number: file for each in written for number, file in each.items()}
@@ -256,8 +256,8 @@ class _Sums:
         if self.sha is not None:
             self.sha.update(data)
 
-    def describe(self) -> File:
-        return File(self.nbytes, render_crc(self.crc), self.sha.hexdigest() if self.sha else "")
+    def describe(self) -> FileEntry:
+        return FileEntry(self.nbytes, render_crc(self.crc), self.sha.hexdigest() if self.sha else "")
 
 
 def _iter_data(head: bytes, values: list[Source]) -> Iterator[Any]:

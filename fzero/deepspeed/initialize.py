@@ -21,7 +21,7 @@ from fzero.deepspeed.functions import add_autocast, make_functions, make_optimiz
 from fzero.deepspeed.handles import GivenOptimizer
 from fzero.deepspeed.loading import load
 from fzero.deepspeed.marks import mark_parameters
-from fzero.deepspeed.plan import Plan, agree_on_plan, make_plan
+from fzero.deepspeed.plan import EnginePlan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
@@ -102,7 +102,7 @@ def initialize(
     """
     local_rank = find_local_rank(args)
 
-    def plan() -> Plan:
+    def plan() -> EnginePlan:
         refuse_arguments("initialize", {"mpu": (mpu, "give mesh="), "mesh_param": (mesh_param, "give mesh=")})
         sources = {"config": config, "config_params": config_params}
         return make_plan(args, sources, model, optimizer, model_parameters, lr_scheduler, on=on, version=version)
@@ -155,7 +155,7 @@ def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, requir
     return mesh
 
 
-def _build_engine(plan: Plan, loss: Callable[..., Any] | None, mesh: Any, local_rank: int) -> Engine:
+def _build_engine(plan: EnginePlan, loss: Callable[..., Any] | None, mesh: Any, local_rank: int) -> Engine:
     """An engine with its first state."""
     model, groups, settings = plan.model, plan.groups, plan.settings
     scheduled = plan.scheduled.scheduled if isinstance(plan.scheduled, Plateau) else plan.scheduled

@@ -25,7 +25,7 @@ OF_A_RANK = ("steps_per_print", "wall_clock_breakdown", "flops_profiler.", *(f"{
 """Parts of keys that each rank may have for itself: what it prints."""
 
 
-class Plan(NamedTuple):
+class EnginePlan(NamedTuple):
     """What the arguments of `initialize` add up to."""
 
     model: nn.Module
@@ -47,7 +47,7 @@ def make_plan(
     *,
     on: Ranks,
     version: str,
-) -> Plan:
+) -> EnginePlan:
     """The plan of this rank. `configs` are the arguments that may hold the configuration. `on` has all ranks.
 
     Raises:
@@ -63,10 +63,10 @@ def make_plan(
     scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
     numbers = {**dict(zip(SIZES, settings[:3])), "gradient_clipping": settings.clipping}
     lines = [*_list_keys(given | numbers), *_list_groups(groups)]
-    return Plan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
+    return EnginePlan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
 
 
-def agree_on_plan(on: Ranks, make: Callable[[], Plan]) -> Plan:
+def agree_on_plan(on: Ranks, make: Callable[[], EnginePlan]) -> EnginePlan:
     """The plan of this rank, `make()`, once all ranks of `on` have the same. Collective.
 
     Raises:

@@ -25,8 +25,8 @@ def choose_passes(settings: Settings, *, in_place: bool) -> tuple[Pass, ...] | N
     added = [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
     if not added:
         return None
-    how: dict[str, Any] = {"reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
-    chosen = passes.defaults(stage=settings.stage, in_place=in_place, **how)
+    plan = passes.Plan(settings.stage, in_place=in_place, reduce_dtype=settings.reduce_dtype, chunk=settings.chunk)
+    chosen = passes.defaults(plan)
     for each in added:
         chosen = passes.insert(chosen, partial(each, strict=False), before="prefetch")
     return chosen

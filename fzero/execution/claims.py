@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.sizes import format_size
 from fzero.base.torch_private import storage_key, version_of
 from fzero.files import OnDisk
 from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, Kind, Slice
-from fzero.program.listing import format_size
 from fzero.program.operation import Node
 from fzero.program.ops.buckets import sum_dtype
 from fzero.program.program import RANK, Program

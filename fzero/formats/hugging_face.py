@@ -45,7 +45,7 @@ from fzero.state.safetensors.saving import (
     list_parts,
     name_value,
 )
-from fzero.state.safetensors.writing import Piece, Plan, write
+from fzero.state.safetensors.writing import Piece, WritePlan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
@@ -92,7 +92,7 @@ def export_hf(
     named = [(name, leaf) for name, leaf in given if name is not None]
     on = find_common_ranks(named)
 
-    def make_plan() -> Plan:
+    def make_plan() -> WritePlan:
         check_paths(name for name, _ in named)
         return plan_export(dict(named), model_or_config, dtype, parse_size("max_shard_size", max_shard_size), on)
 
@@ -101,7 +101,7 @@ def export_hf(
 
 def plan_export(
     leaves: Mapping[str, Any], model_or_config: Any, dtype: torch.dtype | None, limit: int, on: Ranks
-) -> Plan:
+) -> WritePlan:
     """What the ranks write to export the leaves of a model, given by name, in files of at most `limit` bytes."""
     model = make_model(model_or_config)
     values = _complete({name: name_value(name, leaf) for name, leaf in leaves.items()}, model)
@@ -113,7 +113,7 @@ def plan_export(
     if len(files) > 1:
         texts[INDEX] = _render_index(model, headers)
     pieces = list(plan_pieces(values, tensors, headers, on))
-    return Plan(headers, pieces, list_origins(leaves.values()), texts)
+    return WritePlan(headers, pieces, list_origins(leaves.values()), texts)
 
 
 @check_arguments

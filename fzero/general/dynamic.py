@@ -11,8 +11,8 @@ from typing import Any
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST
-from fzero.general.sizes import Place, find_size, is_batch, list_own_strides
-from fzero.tracing.signatures import Signature
+from fzero.general.sizes import Place, find_size, list_own_strides
+from fzero.tracing.signatures import Signature, is_batch
 
 Range = tuple[int, int] | None
 """The least and the greatest size of a dimension; None for any."""

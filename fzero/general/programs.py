@@ -12,13 +12,14 @@ from typing import Any
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST, Conditions
 from fzero.base.symbols import Symbols
-from fzero.budget.fit import Budget, find_plan, follow_plan
-from fzero.general.sizes import Place, Sizes, find_changes, find_size, is_batch, open_form
+from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
+from fzero.budget.programs import follow_plan
+from fzero.general.sizes import Place, Sizes, find_changes, find_size, open_form
 from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
 from fzero.program import ops
 from fzero.program.open import Open, Template, fill_reference, find_difference, make_template
 from fzero.program.program import Program
-from fzero.tracing.signatures import Signature
+from fzero.tracing.signatures import Signature, is_batch
 from fzero.tracing.trace import OpenForm
 from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
@@ -43,10 +44,11 @@ Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
 class Schedule:
     """A trace with open sizes and what is made of it: templates. `late` passes, or a budget, depend on sizes."""
 
-    def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], passes: Sequence[Pass] | Budget):
-        self.symbols, self.late = symbols, passes
+    def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], rewrite: Rewrite):
+        self.symbols, self.late = symbols, rewrite
         early: Sequence[Pass] = ()
-        if not isinstance(passes, Budget):
+        if not isinstance(rewrite, Budget):
+            passes = list_passes_of(rewrite)
             at = list(map(name_of_pass, passes)).index(_BY_SIZES)
             early, self.late = passes[:at], passes[at:]
         with _raw_numbers():
@@ -63,9 +65,10 @@ class Schedule:
         early = schedule_by(self.early, Open(self.symbols, tuple(sizes)))
         with _raw_numbers():
             if isinstance(self.late, Budget):
-                found = find_plan(fill_reference(early), self.late)
-                return make_template(follow_plan(early, self.late, found.plan))
-            return make_template(run_passes(early, self.late))
+                found = find_plan(fill_reference(early), self.late).program
+                assert found.plan is not None
+                return make_template(replace(follow_plan(early, found.plan), remarks=found.remarks))
+            return make_template(run_passes(early, list_passes_of(self.late)))
 
 
 @contextmanager
@@ -156,10 +159,10 @@ class General:
 
 
 def trace_general(
-    trace: Trace, passes: Sequence[Pass] | Budget, finish: Finish, signature: Signature, known: Sequence[Signature]
+    trace: Trace, rewrite: Rewrite, finish: Finish, signature: Signature, known: Sequence[Signature]
 ) -> General:
-    """A program with open sizes: those in which a signature differs from `known` ones. `passes` make a program of what
-    `trace` returns.
+    """A program with open sizes: those in which a signature differs from `known` ones. `rewrite` says what becomes of
+    what `trace` returns.
 
     Raises:
         FzeroError: where there is no such program.
@@ -167,16 +170,16 @@ def trace_general(
     found = dict[tuple[int, ...], list[Place]]()
     for place in dict.fromkeys(place for each in known for place in find_changes(each, signature) or ()):
         found.setdefault(tuple(find_size(each, place) for each in (signature, *known)), []).append(place)
-    return _make_general(trace, passes, finish, Sizes(signature, tuple(map(tuple, found.values()))))
+    return _make_general(trace, rewrite, finish, Sizes(signature, tuple(map(tuple, found.values()))))
 
 
-def open_general(trace: Trace, passes: Sequence[Pass] | Budget, finish: Finish, sizes: Sizes) -> General:
+def open_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
     """A program with open `sizes`, which a trace at other ones confirms.
 
     Raises:
         FzeroError: where there is no such program.
     """
-    general = _make_general(trace, passes, finish, sizes)
+    general = _make_general(trace, rewrite, finish, sizes)
     assert general.schedule is not None
     own = general.schedule.symbols.examples
     general.fill(own)  # which may ask for more conditions
@@ -206,16 +209,16 @@ def _open_forms(sizes: Sizes, values: Sequence[Any]) -> dict[int, OpenForm]:
     return {i: open_form(sizes.signature[2][i], places, i) for i in dict.fromkeys(i for i, _ in places)}
 
 
-def _make_general(trace: Trace, passes: Sequence[Pass] | Budget, finish: Finish, sizes: Sizes) -> General:
+def _make_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
     symbols = Symbols(current_user_line)
     opened = [symbols.open(find_size(sizes.signature, places[0])) for places in sizes.places]
-    schedule = Schedule(trace, symbols, _open_forms(sizes, opened), passes)
-    return General(sizes, lambda: symbols.conditions, finish, find_limit(passes), schedule)
+    schedule = Schedule(trace, symbols, _open_forms(sizes, opened), rewrite)
+    return General(sizes, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
 
 
-def find_limit(passes: Sequence[Pass] | Budget) -> int | None:
+def find_limit(rewrite: Rewrite) -> int | None:
     """The bytes of a budget; None without one."""
-    return passes.limit if isinstance(passes, Budget) else None
+    return rewrite.limit if isinstance(rewrite, Budget) else None
 
 
 def schedule_by(program: Program, opened: Open) -> Program:
@@ -274,7 +277,7 @@ class Generals:
         signature: Signature,
         known: Sequence[tuple[Signature, Program]],
         trace: Trace,
-        passes: Sequence[Pass] | Budget,
+        rewrite: Rewrite,
         finish: Finish,
     ) -> General | None:
         """A new general program, where one of the programs `known`, which were traced at other signatures, differs in
@@ -282,28 +285,28 @@ class Generals:
         like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
 
         def make() -> General:
-            general = trace_general(trace, passes, finish, signature, [each for each, _ in like])
+            general = trace_general(trace, rewrite, finish, signature, [each for each, _ in like])
             check_general(general, like)
             return general
 
-        return self._try(make, passes) if like else None
+        return self._try(make, rewrite) if like else None
 
     def open(
         self,
         signature: Signature,
         places: tuple[tuple[Place, ...], ...],
         trace: Trace,
-        passes: Sequence[Pass] | Budget,
+        rewrite: Rewrite,
         finish: Finish,
     ) -> General | None:
         """A general program of the first call of its kind, with these places open. None where there is none."""
         if any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
             return None  # it does not fit these sizes
-        return self._try(lambda: open_general(trace, passes, finish, Sizes(signature, places)), passes)
+        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite)
 
-    def _try(self, make: Callable[[], General], passes: Sequence[Pass] | Budget) -> General | None:
-        own = passes.passes() if isinstance(passes, Budget) else passes
-        if self._tries <= 0 or any(map(is_foreign, own)) or _BY_SIZES not in map(name_of_pass, own):
+    def _try(self, make: Callable[[], General], rewrite: Rewrite) -> General | None:
+        passes = list_passes_of(rewrite)
+        if self._tries <= 0 or any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
         self._tries -= 1
         try:

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from fzero.base.formulas import LEAST
-from fzero.tracing.signatures import Signature
+from fzero.tracing.signatures import Signature, is_batch
 from fzero.tracing.trace import OpenForm
 
 Place = tuple[int, int]
@@ -36,11 +34,6 @@ def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int
         pairs = (((i, dim), ((*a[0], *a[3])[dim], (*b[0], *b[3])[dim])) for dim in dims)
         found |= {place: pair for place, pair in pairs if pair[0] != pair[1]}
     return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
-
-
-def is_batch(described: Any) -> bool:
-    """Whether this is the description of a tensor."""
-    return isinstance(described, tuple) and isinstance(described[0], torch.Size)
 
 
 def list_own_strides(described: Any) -> list[int]:

@@ -17,7 +17,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.hf.prepared import How, Prepared, Words
 from fzero.hf.signatures import join_signatures
-from fzero.passes.release import check_stage
+from fzero.program.plan import check_stage
 from fzero.ranks.live import find_ranks
 from fzero.ranks.members import Members
 from fzero.ranks.together import tell_others

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 Meaning = Literal["the same", "mapped", "no meaning", "refused"]
 
 
-class Argument(NamedTuple):
+class Field(NamedTuple):
     """One field. `note` is what the field does here, why it does nothing, or what to do instead; "" says no more."""
 
     name: str
@@ -18,9 +18,9 @@ class Argument(NamedTuple):
     note: str = ""
 
 
-def _same(*names: str, note: str = "") -> tuple[Argument, ...]:
+def _same(*names: str, note: str = "") -> tuple[Field, ...]:
     """Fields that mean what they mean in transformers."""
-    return tuple(Argument(name, "the same", note) for name in names)
+    return tuple(Field(name, "the same", note) for name in names)
 
 
 _UNTRIED = "code of transformers alone; not tried, because it needs the Hub"
@@ -39,8 +39,8 @@ LOOP = (
 OPTIMIZER = (
     *_same("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *_same("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
-    Argument("optim", "mapped", "to fzero.optim: the table of names says which"),
-    Argument("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by name"),
+    Field("optim", "mapped", "to fzero.optim: the table of names says which"),
+    Field("optim_target_modules", "no meaning", "of GaLore, APOLLO and LOMO, which are refused by name"),
 )
 DATA = (
     *_same("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
@@ -48,7 +48,7 @@ DATA = (
     *_same("remove_unused_columns", "label_names", "length_column_name", "ignore_data_skip"),
     *_same("train_sampling_strategy", note='"batch_rebalance" on several ranks is refused'),
     *_same("accelerator_config", note="even_batches=False on several ranks is refused"),
-    Argument("sortish_sampler", "no meaning", "transformers does not read it"),
+    Field("sortish_sampler", "no meaning", "transformers does not read it"),
 )
 LOGS = (
     *_same("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
@@ -70,34 +70,34 @@ FILES = (
     *_same("enable_jit_checkpoint", note="on several ranks refused: a signal reaches ranks at different updates"),
 )
 MEMORY = (
-    Argument("activation_checkpointing", "mapped", "to fzero.remat of each layer"),
-    Argument("activation_checkpointing_kwargs", "mapped", "of activation_checkpointing; offload is refused"),
-    Argument("gradient_checkpointing", "mapped", "the old name of activation_checkpointing"),
-    Argument("gradient_checkpointing_kwargs", "mapped", "the old name of activation_checkpointing_kwargs"),
-    Argument("torch_compile", "mapped", "to compile=True of fzero.shard"),
-    Argument("torch_compile_backend", "mapped", '"inductor"; others are refused'),
-    Argument("torch_compile_mode", "mapped", '"default"; others are refused'),
-    Argument("torch_empty_cache_steps", "no meaning", "the caching allocator is left alone"),
+    Field("activation_checkpointing", "mapped", "to fzero.remat of each layer"),
+    Field("activation_checkpointing_kwargs", "mapped", "of activation_checkpointing; offload is refused"),
+    Field("gradient_checkpointing", "mapped", "the old name of activation_checkpointing"),
+    Field("gradient_checkpointing_kwargs", "mapped", "the old name of activation_checkpointing_kwargs"),
+    Field("torch_compile", "mapped", "to compile=True of fzero.shard"),
+    Field("torch_compile_backend", "mapped", '"inductor"; others are refused'),
+    Field("torch_compile_mode", "mapped", '"default"; others are refused'),
+    Field("torch_empty_cache_steps", "no meaning", "the caching allocator is left alone"),
 )
 RANKS = (
-    Argument("deepspeed", "mapped", "read by fzero.deepspeed; without the package give fzero.hf.TrainingArguments"),
-    Argument("fsdp", "mapped", "parameters are in slices in any case; fsdp_config counts with it alone"),
-    Argument("fsdp_config", "mapped", "to stage=, fzero.host() and activation checkpointing: see below"),
-    Argument("parallelism_config", "mapped", "dp_replicate_size and dp_shard_size to a mesh; other axes are refused"),
+    Field("deepspeed", "mapped", "read by fzero.deepspeed; without the package give fzero.hf.TrainingArguments"),
+    Field("fsdp", "mapped", "parameters are in slices in any case; fsdp_config counts with it alone"),
+    Field("fsdp_config", "mapped", "to stage=, fzero.host() and activation checkpointing: see below"),
+    Field("parallelism_config", "mapped", "dp_replicate_size and dp_shard_size to a mesh; other axes are refused"),
     *_same("ddp_backend", "ddp_timeout", note="of the process group"),
-    Argument("ddp_find_unused_parameters", "no meaning", "there is no DDP"),
-    Argument("ddp_bucket_cap_mb", "no meaning", "there is no DDP"),
-    Argument("ddp_broadcast_buffers", "no meaning", "there is no DDP; running statistics are means over ranks"),
-    Argument("ddp_static_graph", "no meaning", "there is no DDP"),
-    Argument("liger_kernel_config", "no meaning", "without use_liger_kernel, as in transformers"),
+    Field("ddp_find_unused_parameters", "no meaning", "there is no DDP"),
+    Field("ddp_bucket_cap_mb", "no meaning", "there is no DDP"),
+    Field("ddp_broadcast_buffers", "no meaning", "there is no DDP; running statistics are means over ranks"),
+    Field("ddp_static_graph", "no meaning", "there is no DDP"),
+    Field("liger_kernel_config", "no meaning", "without use_liger_kernel, as in transformers"),
 )
 REFUSED = (
-    Argument("auto_find_batch_size", "refused", "give per_device_train_batch_size"),
-    Argument("fp16_full_eval", "refused", "give bf16=True, which evaluation follows"),
-    Argument("bf16_full_eval", "refused", "give bf16=True, which evaluation follows"),
-    Argument("use_liger_kernel", "refused", "fzero.tiled_cross_entropy needs little memory for logits"),
-    Argument("debug", "refused", "leave it out, and look for overflows with transformers.Trainer"),
-    Argument("save_on_each_node", "refused", "leave it out: all ranks write parts of one folder, which they share"),
+    Field("auto_find_batch_size", "refused", "give per_device_train_batch_size"),
+    Field("fp16_full_eval", "refused", "give bf16=True, which evaluation follows"),
+    Field("bf16_full_eval", "refused", "give bf16=True, which evaluation follows"),
+    Field("use_liger_kernel", "refused", "fzero.tiled_cross_entropy needs little memory for logits"),
+    Field("debug", "refused", "leave it out, and look for overflows with transformers.Trainer"),
+    Field("save_on_each_node", "refused", "leave it out: all ranks write parts of one folder, which they share"),
 )
 
 ARGUMENTS = {

@@ -14,7 +14,7 @@ from fzero import FzeroError, axis_size, lower, partition, tree
 from fzero.base.arguments import check_arguments
 from fzero.hf.head_counts import check_counts
 from fzero.hf.styles import Axis, Cut, find_style
-from fzero.hf.tensor_plans import Plan, Rule, generalize, list_rules
+from fzero.hf.tensor_plans import Rule, TensorPlan, generalize, list_rules
 from fzero.ranks.live import find_ranks
 from fzero.values.lowering import Apply
 
@@ -26,7 +26,7 @@ def parallel(
     *,
     tp: Axis | None = "tp",
     ep: Axis | None = None,
-    plan: Plan | None = None,
+    plan: TensorPlan | None = None,
     **how: Any,
 ) -> tuple[tree.Tree, Apply]:
     """`(params, apply)`: `fzero.lower(model)` with parameters that `fzero.partition` has split and cut on a mesh.

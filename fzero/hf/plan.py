@@ -24,7 +24,7 @@ from fzero.training.models import WHOLE
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Plan(NamedTuple):
+class TrainerPlan(NamedTuple):
     """What the arguments of a Trainer add up to."""
 
     stage: int
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
         return function if self.compute is None else precision(self.compute, output=torch.float32)(function)
 
 
-def make_plan(args: Any, stage: int | None) -> Plan:
+def make_plan(args: Any, stage: int | None) -> TrainerPlan:
     """The plan of a Trainer. `stage` is the argument of the Trainer; None without it.
 
     Raises:
@@ -55,7 +55,7 @@ def make_plan(args: Any, stage: int | None) -> Plan:
         raise FzeroError("TrainingArguments: deepspeed", "is given, and fsdp is given", "give one of both")
     how: dict[str, Any] = {"compile": bool(args.torch_compile)}
     held: dict[str, Any] = {"unit": BLOCK} if has_codes(args) else {}
-    plan = Plan(3, how, held, autocast=DTYPES.get(args.mixed_precision))
+    plan = TrainerPlan(3, how, held, autocast=DTYPES.get(args.mixed_precision))
     if args.mixed_precision == "fp16":
         plan = plan._replace(scaler=optim.loss_scale.standard())
     if args.deepspeed:
@@ -74,7 +74,7 @@ def make_plan(args: Any, stage: int | None) -> Plan:
     return plan._replace(how={"stage": plan.stage, **plan.how} if "passes" not in plan.how else plan.how)
 
 
-def _follow_deepspeed(plan: Plan, args: Any) -> Plan:
+def _follow_deepspeed(plan: TrainerPlan, args: Any) -> TrainerPlan:
     """A plan with what a ds_config asks for."""
     keys, settings = read_deepspeed(args)
     how = {**plan.how, "reduce_dtype": settings.reduce_dtype, "chunk": settings.chunk}
@@ -97,7 +97,7 @@ def _follow_deepspeed(plan: Plan, args: Any) -> Plan:
     )
 
 
-def find_shard(plan: Plan, args: Any) -> int | None:
+def find_shard(plan: TrainerPlan, args: Any) -> int | None:
     """How many ranks state lies along, for a mesh that the arguments choose; None for all ranks.
 
     Raises:
@@ -108,7 +108,7 @@ def find_shard(plan: Plan, args: Any) -> int | None:
     return plan.shard
 
 
-def check_mesh(plan: Plan, args: Any, shape: VirtualMesh) -> None:
+def check_mesh(plan: TrainerPlan, args: Any, shape: VirtualMesh) -> None:
     """Refuse a mesh whose axes are not those that the arguments ask for.
 
     Raises:
@@ -127,7 +127,7 @@ def check_mesh(plan: Plan, args: Any, shape: VirtualMesh) -> None:
         raise FzeroError("fsdp_config: reshard_after_forward", problem, "leave one of both out")
 
 
-def place(params: tree.Tree, plan: Plan) -> tree.Tree:
+def place(params: tree.Tree, plan: TrainerPlan) -> tree.Tree:
     """Parameters that are in slices already, where the plan wants them.
 
     Raises:

@@ -30,7 +30,7 @@ from fzero.hf.sliced import Call, Held, Sliced, call_narrow, stand_for
 from fzero.hf.updates import clip_to_norm, forget_parameters, make_at_rates, read_rates
 from fzero.optim.groups import check_options, convert_optimizer, list_options
 from fzero.optim.kinds import Group
-from fzero.passes.release import check_stage
+from fzero.program.plan import check_stage
 from fzero.ranks.agreement import agree, digest
 from fzero.ranks.live import find_ranks
 from fzero.ranks.together import do_together, gather_words

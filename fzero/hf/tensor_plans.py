@@ -16,7 +16,7 @@ from torch import nn
 from fzero.base.errors import FzeroError
 from fzero.hf.styles import STYLES, Axis, Style, find_style
 
-Plan = Mapping[str, str]
+TensorPlan = Mapping[str, str]
 
 
 class Rule(NamedTuple):
@@ -53,7 +53,7 @@ _T5 = {
         ("DenseReluDense.wi_1", "colwise"), ("DenseReluDense.wo", "rowwise"),
     )
 }  # fmt: skip
-OURS: dict[str, Plan] = {
+OURS: dict[str, TensorPlan] = {
     "gpt2": {
         "wte": "embedding_rowwise", "h.*.attn": "divide split_size", "h.*.attn.c_attn": "packed_colwise 3",
         "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise",
@@ -91,7 +91,7 @@ OURS: dict[str, Plan] = {
 transformers. Names are those of the base model."""
 
 
-def list_rules(model: nn.Module, plan: Plan | None, tp: Axis | None, ep: Axis | None) -> dict[str, Rule]:
+def list_rules(model: nn.Module, plan: TensorPlan | None, tp: Axis | None, ep: Axis | None) -> dict[str, Rule]:
     """Name of a module or parameter -> its rule: `plan` first, then the model's own plans, then ours.
 
     A module with a rule of the expert plan loses its rules of the tensor plan, and so do its parts, as in transformers.
@@ -139,7 +139,7 @@ def _find_ours(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _find(name: str, plan: Plan) -> str | None:
+def _find(name: str, plan: TensorPlan) -> str | None:
     return plan.get(name, plan.get(generalize(name)))
 
 
@@ -152,7 +152,7 @@ def _to_expression(name: str) -> str:
     return re.escape(name).replace(r"\*", r"\d+")
 
 
-def _check_names(plan: Plan, names: Iterable[str]) -> None:
+def _check_names(plan: TensorPlan, names: Iterable[str]) -> None:
     """Refuse a rule of a user's plan that names nothing."""
     known = {*names, *map(generalize, names)}
     for name in plan:

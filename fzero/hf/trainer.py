@@ -44,7 +44,7 @@ from fzero.hf.updates import Updates, clip_to_norm
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
-from fzero.passes.release import check_stage
+from fzero.program.plan import check_stage
 from fzero.ranks.together import tell_others
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
 from fzero.training.models import (

@@ -22,7 +22,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import SHARD_AXIS
 from fzero.hf.prepared import How, Prepared, Words
-from fzero.passes.release import check_stage
+from fzero.program.plan import check_stage
 
 if TYPE_CHECKING or ("pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules):
     import lightning.pytorch as pl

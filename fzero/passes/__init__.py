@@ -1,28 +1,27 @@
 """Passes: functions of a `Program` to a `Program`. One file a pass; the pass's docstring states its guarantee.
 
 In: a traced program, which gathers each leaf where the step uses the leaf. Out: the program that ranks run.
-`defaults` lists the passes of a stage, `insert` puts another pass among them; docs/passes.md shows how to write one.
+`defaults` lists the passes of a `Plan`, `insert` puts another pass among them; docs/passes.md shows how to write one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
-
-import torch
+from typing import Any
 
 from fzero.base.errors import FzeroError
-from fzero.base.sizes import parse_size
 from fzero.passes.accumulate import accumulate
 from fzero.passes.bucket import bucket
-from fzero.passes.cast_gradients import cast_gradients, check_reduce_dtype
+from fzero.passes.cast_gradients import cast_gradients
 from fzero.passes.coalesce import coalesce
 from fzero.passes.donate import donate
 from fzero.passes.fuse import fuse
 from fzero.passes.hoist import hoist
 from fzero.passes.offload import offload
+from fzero.passes.place import place
 from fzero.passes.prefetch import prefetch
-from fzero.passes.release import check_stage, release
+from fzero.passes.release import release
 from fzero.passes.relieve import relieve
 from fzero.passes.rematerialize import rematerialize
 from fzero.passes.resolve import resolve
@@ -32,8 +31,10 @@ from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
 from fzero.passes.stream import stream
 from fzero.passes.verify import verify
+from fzero.program.plan import Plan
 
 __all__ = [
+    "Plan",
     "accumulate",
     "bucket",
     "cast_gradients",
@@ -45,6 +46,7 @@ __all__ = [
     "hoist",
     "insert",
     "offload",
+    "place",
     "prefetch",
     "release",
     "relieve",
@@ -59,41 +61,41 @@ __all__ = [
 ]
 
 
-def defaults(
-    *,
-    stage: int,
-    in_place: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-    chunk: int | str | None = None,
-    keep: Collection[str] = (),
-    ahead: int | None = None,
-) -> tuple[Pass, ...]:
-    """The passes of `shard` at a stage, in order. With `in_place` steps update state in place. `reduce_dtype` and
-    `chunk` are as in `shard`. At stage 3 the buckets that `keep` names stay gathered from their first to their last
-    use. `ahead` is the `memory` of `prefetch`.
+def defaults(plan: Plan = Plan(), **fields: Any) -> tuple[Pass, ...]:  # noqa: B008  a plan is frozen
+    """The passes of a plan with these `fields`, in order: `defaults(stage=2, in_place=False)`. Without any those of
+    `fzero.shard`.
 
     `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
-        FzeroError: for a number that is no stage; for a `reduce_dtype` that is no real floating dtype of at least 16
-            bits; for a `chunk` that is no size.
+        FzeroError: as `Plan`; for a plan that computes values `again` or has them `on_host`, which is decided before.
     """
-    check_stage(stage)
-    check_reduce_dtype(reduce_dtype)
+    plan = replace(plan, **fields)
+    for name in ("again", "on_host"):
+        if getattr(plan, name):
+            raise FzeroError(name, "is decided before any pass runs", "give shard(..., plan=plan) in place of passes")
+    return list_passes(plan)
+
+
+def list_passes(plan: Plan) -> tuple[Pass, ...]:
+    """The passes of a plan, in order, for a trace that is marked with what the plan computes again."""
+    stage, keep = plan.stage, plan.keep
     stays: tuple[Pass, ...] = (hoist,) if stage in (1, 2) else (partial(hoist, keep=keep),) if keep else ()
-    streams = () if chunk is None else (partial(stream, chunk=parse_size("chunk", chunk)),)
-    early: Pass = prefetch if ahead is None else partial(prefetch, memory=ahead)
-    last = (donate,) if in_place else ()
+    streams = () if plan.chunk is None else (partial(stream, chunk=plan.chunk),)
+    places = () if plan.to is None else (partial(place, to=plan.to, away=plan.away),)
+    early: Pass = prefetch if plan.ahead is None else partial(prefetch, memory=plan.ahead)
+    last = (donate,) if plan.in_place else ()
     return (
         rematerialize,  # before release, which decides whether the copies in the backward pass gather again
         *streams,  # before hoist, and behind rematerialize, whose copies use leaves again
         *stays,
         partial(accumulate, stage=stage),
-        partial(cast_gradients, dtype=reduce_dtype),
+        partial(cast_gradients, dtype=plan.reduce_dtype),
         bucket,
         coalesce,
         partial(release, stage=stage, keep=keep),
         defer,
+        *places,  # which fuse looks at, and the passes behind it
         fuse,
         skip,
         relieve,  # looks at bytes, which depend on sizes, as the passes behind it do
@@ -104,30 +106,3 @@ def defaults(
         *last,  # the passes before move nodes freely, and in-place writes tie nodes to their order
         partial(verify, stage=stage, keep=keep),
     )
-
-
-def choose_passes(
-    given: Sequence[Pass] | None,
-    *,
-    stage: int | None,
-    in_place: bool,
-    reduce_dtype: torch.dtype | None,
-    chunk: int | str | None = None,
-) -> tuple[Pass, ...]:
-    """The passes of a step: those that a user gave, and `verify`; without any, `defaults` of the other arguments.
-
-    Raises:
-        FzeroError: as `defaults`; beside passes, which leave no place for them, for a `stage`, a `reduce_dtype` or a
-            `chunk`, and where `in_place` is false.
-    """
-    if given is None:
-        return defaults(stage=3 if stage is None else stage, in_place=in_place, reduce_dtype=reduce_dtype, chunk=chunk)
-    asked = {"stage": stage, "reduce_dtype": reduce_dtype, "chunk": chunk, "donate": None if in_place else False}
-    options = {option: value for option, value in asked.items() if value is not None}
-    for option, value in options.items():
-        written = {"stage": 3, **options}
-        written |= {"in_place": written.pop("donate")} if not in_place else {}
-        inside = ", ".join(f"{name}={x!r}" for name, x in written.items())
-        way_out = f"give it to the passes: passes=fzero.passes.defaults({inside})"
-        raise FzeroError(option, f"is {value!r}, and passes are given", way_out)
-    return (*given, verify)

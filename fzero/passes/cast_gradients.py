@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fzero.base.errors import FzeroError
 from fzero.passes.order import find_changes
 from fzero.program import ops
 from fzero.program.operation import Node
@@ -15,7 +14,6 @@ from fzero.program.program import Program
 from fzero.program.records import is_call, storage
 
 _to_copy = torch.ops.aten._to_copy.default
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def cast_gradients(program: Program, *, dtype: torch.dtype | None = None) -> Program:
@@ -41,13 +39,6 @@ def cast_gradients(program: Program, *, dtype: torch.dtype | None = None) -> Pro
             _cast_mean(program, node, to, changed)
     program.graph.eliminate_dead_code()
     return program
-
-
-def check_reduce_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse a `reduce_dtype` in which no transport takes means."""
-    if dtype is not None and dtype not in _DTYPES:
-        known = " or ".join(map(str, _DTYPES))
-        raise FzeroError("reduce_dtype", f"is {dtype!r}", f"give {known}, or None to keep each gradient's dtype")
 
 
 def _is_mean_of_gradient(node: Node) -> bool:

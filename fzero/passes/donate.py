@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero.base.torch_private import overload_name
-from fzero.passes.owners import Owners
+from fzero.passes.owners import MemoryOwners
 from fzero.program import ops
 from fzero.program.kinds import Slice
 from fzero.program.operation import Node
@@ -49,7 +49,7 @@ def donate(program: Program) -> Program:
     """
     is_body = any(argument.kind is not None for argument in program.arguments)
     given, program = program, program.copy() if is_body else program.take()
-    owners = Owners(program)
+    owners = MemoryOwners(program)
     _reuse_lists(program, owners)
     is_update = is_body or _is_update(
         program, owners
@@ -82,7 +82,7 @@ def _list_state_results(program: Program) -> list[tuple[int, Any, Node]]:
     ]
 
 
-def _matches(owners: Owners, placeholder: Node, result: Any, node: Node) -> bool:
+def _matches(owners: MemoryOwners, placeholder: Node, result: Any, node: Node) -> bool:
     """Whether a state argument has the layout, leaf and dtype of a result. In a loop's body, whether the argument is
     the carry that the result is the next value of."""
     argument = owners.argument[placeholder]
@@ -92,7 +92,7 @@ def _matches(owners: Owners, placeholder: Node, result: Any, node: Node) -> bool
     return same and placeholder.meta["val"].dtype == node.meta["val"].dtype
 
 
-def _is_update(program: Program, owners: Owners) -> bool:
+def _is_update(program: Program, owners: MemoryOwners) -> bool:
     """Whether some state result has the state argument of its leaf as first operand, as in `p + u`."""
     for _, result, node in _list_state_results(program):
         call = _follow_copies(node)
@@ -116,7 +116,7 @@ def _follow_copies(node: Node) -> Node:
     return node
 
 
-def _work_in_place(program: Program, owners: Owners, is_update: bool) -> set[Node]:
+def _work_in_place(program: Program, owners: MemoryOwners, is_update: bool) -> set[Node]:
     """Turn operations whose results replace their operands into their in-place forms. Returns the donated arguments."""
     wanted = {node: result for _, result, node in _list_state_results(program)}
     donated: set[Node] = set()
@@ -132,7 +132,7 @@ def _work_in_place(program: Program, owners: Owners, is_update: bool) -> set[Nod
     return donated | _copy_into_arguments(program, owners, wanted, is_update)
 
 
-def _replace_columns(program: Program, owners: Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_columns(program: Program, owners: MemoryOwners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Turn an operation whose record has an in-place form, and which replaces whole lists of operands, into that."""
     operation = record(call)
     columns = {column.args[1]: column for column in call.users}
@@ -164,7 +164,7 @@ def _find_original(node: Node) -> Node | None:
     return None if start is None else start.args[0][node.args[1]]
 
 
-def _copy_into_arguments(program: Program, owners: Owners, wanted: dict[Node, Any], is_update: bool) -> set[Node]:
+def _copy_into_arguments(program: Program, owners: MemoryOwners, wanted: dict[Node, Any], is_update: bool) -> set[Node]:
     """Let copies of new state overwrite the arguments that it replaces, where all copies of a start do: the state was
     computed in the memory of a copy of the argument, which nothing has read since. On a disk the argument of the same
     path serves too, in an update. Returns the arguments."""
@@ -193,7 +193,7 @@ def _copy_into_arguments(program: Program, owners: Owners, wanted: dict[Node, An
     return donated
 
 
-def _find_argument(owners: Owners, new: Node) -> Node | None:
+def _find_argument(owners: MemoryOwners, new: Node) -> Node | None:
     """The argument that a value was copied from, whose memory `new` has: a copy of it, overwritten since. None where
     something reads the argument behind the copy."""
     for node in owners.nodes[owners.owner[new]]:
@@ -203,7 +203,7 @@ def _find_argument(owners: Owners, new: Node) -> Node | None:
     return None
 
 
-def _replace_lists(program: Program, owners: Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_lists(program: Program, owners: MemoryOwners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Turn a `_foreach_` operation into its in-place form, where every item replaces the operand at its position."""
     in_place = _find_in_place(call)
     if in_place is None:
@@ -218,7 +218,7 @@ def _replace_lists(program: Program, owners: Owners, call: Node, wanted: dict[No
     return set(olds)
 
 
-def _replace_one(program: Program, owners: Owners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_one(program: Program, owners: MemoryOwners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Put the in-place form of an operation behind it, where the result replaces the first operand."""
     in_place, old = _find_in_place(call), call.args[0] if call.args else None
     if in_place is None or not isinstance(old, fx.Node):
@@ -233,7 +233,7 @@ def _replace_one(program: Program, owners: Owners, call: Node, wanted: dict[Node
     return {old}
 
 
-def _replace_carry(program: Program, owners: Owners, loop: Node, wanted: dict[Node, Any]) -> set[Node]:
+def _replace_carry(program: Program, owners: MemoryOwners, loop: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Let a loop whose body updates its carry in place write into state arguments that the results replace, into
     temporaries that nothing else reads, and otherwise into copies."""
     donated, news = set[Node](), dict[Node, Node]()
@@ -278,7 +278,7 @@ def _clone(program: Program, old: Node, argument: Argument) -> Node:
     return old
 
 
-def _replaces(owners: Owners, call: Node, old: Node, new: Node | None, wanted: dict[Node, Any]) -> bool:
+def _replaces(owners: MemoryOwners, call: Node, old: Node, new: Node | None, wanted: dict[Node, Any]) -> bool:
     """Whether `new`, which `call` computes from the argument `old`, is the state that replaces it, and nothing reads
     the argument later."""
     return (
@@ -289,7 +289,7 @@ def _replaces(owners: Owners, call: Node, old: Node, new: Node | None, wanted: d
     )
 
 
-def _are_apart(owners: Owners, call: Node) -> bool:
+def _are_apart(owners: MemoryOwners, call: Node) -> bool:
     """Whether each item of a list operation can overwrite its first operand: no other item reads that memory."""
     olds, lists = call.args[0], [*call.args[1:], *call.kwargs.values()]
     columns = [[*zip(column, olds)] if isinstance(column, (list, tuple)) else [(column, None)] for column in lists]
@@ -298,7 +298,7 @@ def _are_apart(owners: Owners, call: Node) -> bool:
     return len(written) == len(olds) and written.isdisjoint(owners.owner[x] for x in beside)
 
 
-def _reuse_lists(program: Program, owners: Owners) -> None:
+def _reuse_lists(program: Program, owners: MemoryOwners) -> None:
     """Turn list operations into their in-place forms where the operands are temporaries in memory of their own that
     nothing reads later."""
     given = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
@@ -333,7 +333,7 @@ def _find_in_place(call: Node) -> Any:
     return getattr(packet, overload_name(call.target), None)
 
 
-def _overwrite(program: Program, owners: Owners, call: Node, in_place: Any) -> None:
+def _overwrite(program: Program, owners: MemoryOwners, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list. The nodes of that list take the place of the items of the result."""
     olds = {item: call.args[0][item.args[1]] for item in call.users}
     for item, old in olds.items():
@@ -342,7 +342,7 @@ def _overwrite(program: Program, owners: Owners, call: Node, in_place: Any) -> N
     call.target, call.meta["val"] = in_place, None
 
 
-def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node]:
+def _copy_back(program: Program, owners: MemoryOwners, donated: set[Node]) -> set[Node]:
     """Copy the other state results of an update into the arguments of the same path: on the device in one operation at
     the end, on the host bucket by bucket, as soon as the arguments have been read and their new values written.
 
@@ -374,13 +374,13 @@ def _copy_back(program: Program, owners: Owners, donated: set[Node]) -> set[Node
     return {into for of_group in pairs.values() for into, _ in of_group}
 
 
-def _find_last_writes(program: Program, owners: Owners) -> dict[Any, int]:
+def _find_last_writes(program: Program, owners: MemoryOwners) -> dict[Any, int]:
     """Memory -> the position of the last node that writes into it."""
     calls = [(node, owners.position.get(node, 0)) for node in program.graph.nodes if node.op == "call_function"]
     return {owners.owner.get(written): at for node, at in calls for written in find_writes(node)}
 
 
-def _find_end(program: Program, owners: Owners, written: dict[Any, int], pairs: list[tuple[Node, Node]]) -> Node:
+def _find_end(program: Program, owners: MemoryOwners, written: dict[Any, int], pairs: list[tuple[Node, Node]]) -> Node:
     """The first node behind the last read of these arguments, behind their new values, and behind `written`, the
     positions of the last writes into memory."""
     read = [owners.last_read[owners.owner[into]] for into, _ in pairs]

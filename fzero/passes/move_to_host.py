@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fzero.passes.order import find_changes, is_cast
 from fzero.program import ops
+from fzero.program.open import fill_reference
 from fzero.program.operation import Node
 from fzero.program.ops import loops
 from fzero.program.program import Program
@@ -69,7 +70,9 @@ class Saved:
         self._sharing: dict[Any, list[Node]] = {}  # memory -> the nodes whose values lie there
         for node, memory in self._memory.items():
             self._sharing.setdefault(memory, []).append(node)
-        seconds = [program.rates.compute(work(node)) for node in nodes]
+        filled = list(fill_reference(program).graph.nodes)
+        self._value = {node: same.meta.get("val") for node, same in zip(nodes, filled)}  # of given sizes
+        seconds = [program.rates.compute(work(node)) for node in filled]
         self._clock = dict(zip(nodes, accumulate(seconds)))  # behind each node
 
     def move(self, value: Node) -> None:
@@ -101,7 +104,7 @@ class Saved:
 
     def _may_move(self, value: Node) -> bool:
         """Whether a value is large enough, has its memory to itself, and is not made of a leaf alone."""
-        x = value.meta.get("val")
+        x = self._value[value]
         if not isinstance(x, Tensor) or self._is_backward(value) or self._memory[value] in self._changed:
             return False
         fills = x.untyped_storage().nbytes() == x.nbytes and x.storage_offset() == 0
@@ -109,7 +112,7 @@ class Saved:
 
     def _has_time(self, value: Node, user: Node) -> bool:
         """Whether a value could go to the host and come back before its use."""
-        there_and_back = 2 * self.program.rates.copy(value.meta["val"].nbytes)
+        there_and_back = 2 * self.program.rates.copy(self._value[value].nbytes)
         return self._clock[user] - self._clock[value] >= there_and_back
 
     def _send(self, value: Node, last: Node) -> Node:

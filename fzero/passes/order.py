@@ -302,7 +302,7 @@ def list_uses(program: Program, origin: Mapping[Node, Node]) -> Iterator[tuple[N
     position = 0
     last, runs = dict[str, int](), Counter[str]()  # of a layer: the position of its last use, and its runs so far
     for node in program.graph.nodes:
-        used = {origin[source] for source in node.all_input_nodes if source in origin}
+        used = dict.fromkeys(origin[source] for source in node.all_input_nodes if source in origin)  # in their order
         if used and node not in origin and not record(node).arrives:
             position += 1
             layers = {start: layer_of(program.layout_of(start).bucket) for start in used}

@@ -13,7 +13,7 @@ from fzero.program.program import Program
 from fzero.program.records import alias_of, find_calls, is_call, list_operands, record, storage
 
 
-class Owners:
+class MemoryOwners:
     """Which nodes share memory, and the position at which each memory is allocated or read last."""
 
     def __init__(self, program: Program) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from fzero.base.errors import FzeroError
 from fzero.passes.order import find_dependences, find_mutable, find_origins, list_uses, reorder, sink_gathers
 from fzero.program.operation import Node
+from fzero.program.plan import check_stage
 from fzero.program.program import Program
 from fzero.program.records import starts
 
@@ -36,16 +37,6 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
     if stage == 1:
         _scatter_last(program)
     return program
-
-
-def check_stage(stage: int) -> None:
-    """Refuse a number that is no stage.
-
-    Raises:
-        FzeroError: for a stage other than 0, 1, 2 or 3.
-    """
-    if stage not in (0, 1, 2, 3):
-        raise FzeroError("stage", f"is {stage!r}", "stages are 0, 1, 2 and 3")
 
 
 def _check_whole(program: Program) -> None:

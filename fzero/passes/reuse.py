@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero.passes.order import find_changes
-from fzero.passes.owners import Owners
+from fzero.passes.owners import MemoryOwners
 from fzero.program import ops
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -26,7 +26,7 @@ def reuse(program: Program) -> Program:
     if not softmaxes:
         return program
     program = program.take()
-    owners, changed = Owners(program), find_changes(program.graph)
+    owners, changed = MemoryOwners(program), find_changes(program.graph)
     fixed = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
     for softmax in program.graph.find_nodes(op="call_function", target=_aten._log_softmax.default):
         logits, dim, is_cast = softmax.args
@@ -61,7 +61,7 @@ def _find_gradient(softmax: Node) -> Node | None:
     return None
 
 
-def _overwrite(program: Program, owners: Owners, call: Node, target: Any, old: Node, *others: Any) -> None:
+def _overwrite(program: Program, owners: MemoryOwners, call: Node, target: Any, old: Node, *others: Any) -> None:
     """Let `target` write the result of a call over `old`."""
     with program.graph.inserting_before(call):
         program.emit(target, old, *others)

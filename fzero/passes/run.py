@@ -12,10 +12,10 @@ from dataclasses import replace
 from torch import fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.sizes import format_size
 from fzero.passes.order import Access, find_accesses, find_mutable, list_accesses, pair_accesses
 from fzero.passes.verify import verify
 from fzero.program import ops
-from fzero.program.listing import format_size
 from fzero.program.operation import EMITTED_BY, Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import find_loops, name_of, record

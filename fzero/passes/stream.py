@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.sizes import format_size
 from fzero.layout.layout import Layout
 from fzero.layout.streams import Stream, find_obstacle, plan_stream
 from fzero.passes.open_losses import Opened, open_loss, open_tiles
@@ -20,7 +21,6 @@ from fzero.passes.sink import list_leaves_in_front, list_leaves_within, sink
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
 from fzero.program.inference import infer
-from fzero.program.listing import format_size
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Program

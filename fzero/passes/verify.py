@@ -11,8 +11,9 @@ from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, kind_of_state
 from fzero.program.operation import Node
 from fzero.program.places import check_places
+from fzero.program.plan import check_names
 from fzero.program.program import Program
-from fzero.program.records import find_writes, is_call, leaves_of, name_of, record, starts, storage
+from fzero.program.records import find_bodies, find_writes, is_call, leaves_of, name_of, record, starts, storage
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
 
 
@@ -29,7 +30,8 @@ def verify(
     * an operation's operands lie on the device, or all on the host, and so do results where they belong; in front of
       the pass `offload`, before which the program is not `is_placed`, this does not hold yet;
     * a loop's body holds all of this, and gets what it expects in every turn;
-    * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used.
+    * at `stage` 3 a gathered bucket that `keep` does not name is not kept while other layers are used;
+    * `keep` names buckets of the program.
 
     Ranks start collectives in one order, because all ranks run one program. `verify` believes the shapes and the memory
     that nodes claim, that a kernel gives the same bits on every rank, and that captured tensors are the same on every
@@ -47,6 +49,8 @@ def verify(
         check_places(program)
     if stage == 3:
         _check_releases(program, keep)
+    if keep and not program.is_body:
+        check_names("keep", keep, _list_buckets(program), "the buckets that the step gathers")
     return program
 
 
@@ -145,3 +149,8 @@ def _check_releases(program: Program, keep: Collection[str]) -> None:
                     "at stage 3 release a bucket when another layer is used, and gather it again",
                 )  # fmt: skip
             last[start] = (run, node)
+
+
+def _list_buckets(program: Program) -> set[str]:
+    """The buckets of a program and of the bodies of its loops."""
+    return {name for name in program.layouts if name}.union(*map(_list_buckets, find_bodies(program.graph)))

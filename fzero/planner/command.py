@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.sizes import parse_size
+from fzero.base.sizes import format_size, parse_size
 from fzero.planner.hardware import ATTAINED, HARDWARE
-from fzero.program.listing import format_size
 from fzero.program.rates import Rates
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from fzero.base.sizes import format_size
 from fzero.program.comm import Comm, comm_of, list_comm
 from fzero.program.operation import Node
 from fzero.program.records import body_of, name_of, record, shares_memory, starts
@@ -49,14 +50,6 @@ def summarize_program(program: Program) -> str:
     files = {name: nbytes for name, nbytes in program.copies().items() if name in ("read", "write")}
     moved += "".join(f", {name}s {format_size(nbytes)}" for name, nbytes in files.items())
     return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {program.memory()}, moves {moved}"
-
-
-def format_size(nbytes: int) -> str:
-    """`1536 -> "1.5 KiB"`."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _list_lines(program: Program) -> Iterator[Line]:

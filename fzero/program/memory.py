@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.base.sizes import format_size
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.kinds import Kind, Slice
-from fzero.program.listing import format_size
 from fzero.program.operation import Node
 from fzero.program.places import Where, find_places, is_placed
 from fzero.program.records import alias_of, name_of, record

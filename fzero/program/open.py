@@ -283,7 +283,7 @@ def pair_nodes(a: Program, b: Program) -> Iterator[tuple[Node, Node]]:
 def find_difference(a: Program, b: Program) -> str | None:
     """The first difference of two programs: of arguments, results, nodes and the forms of their values. None where they
     are equal. It does not matter where in its memory a batch lies: that differs between ranks, which decide alike."""
-    for name in ("arguments", "out_tree", "layouts", "mesh", "pass_state", "noted", "remarks"):
+    for name in ("arguments", "out_tree", "layouts", "mesh", "pass_state", "noted", "remarks", "plan"):
         if getattr(a, name) != getattr(b, name):
             return f"{name}: {getattr(a, name)} and {getattr(b, name)}"
     if repr(a.results) != repr(b.results):

@@ -7,7 +7,6 @@ An operation with an operand on the host runs on the host. No operation computes
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -161,12 +160,15 @@ def place_results(program: Program) -> Program:
     return replace(program, results=tuple(map(place, program.results)))
 
 
-def place_arguments(program: Program, places: Mapping[int, Placement | None]) -> Program:
-    """A traced program, the arguments of which at these positions lie in these places, and the results that replace
-    them too."""
-    arguments = [replace(x, place=places.get(i, x.place)) for i, x in enumerate(program.arguments)]
-    results = tuple(replace(result, place=None) for result in program.results)
-    return place_results(replace(program, arguments=tuple(arguments), results=results))
+def list_movable(program: Program, to: Placement | None) -> list[int]:
+    """The positions of the arguments that may lie on the device or in `to`: state in slices that lies in no third
+    placement. None of them where `to` is None."""
+    return [
+        i
+        for i, argument in enumerate(program.arguments)
+        if to and argument.bucket is not None and argument.place in (None, to)
+        if not program.layouts[argument.bucket].replicated
+    ]
 
 
 def _count_common(path: str, other: str) -> int:

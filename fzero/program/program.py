@@ -30,6 +30,7 @@ from fzero.program.listing import list_program
 from fzero.program.memory import Memory, measure_memory
 from fzero.program.open import Open, fill_reference, pair_nodes
 from fzero.program.operation import Node
+from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
 from fzero.program.refusals import refuse_emit
@@ -109,6 +110,7 @@ class Program(LayoutTable):
       Python read while the step was traced: the program is right for these elements only.
     * `reduce_dtypes` has, by the path of a leaf, the dtype in which its gradients are averaged (`fzero.precision`).
     * `measured` are the rates of the machine, None where no one has measured them.
+    * `plan` is what was decided about the program; None where passes of a user decide.
     * `noted` makes each flag that the step returns beside its results (`fzero.base.flags`). `out_tree` lacks
       these results.
     * `pass_state` is the state that passes added: the last arguments, and the last results, which `out_tree` lacks.
@@ -128,6 +130,7 @@ class Program(LayoutTable):
     mesh: VirtualMesh
     fake_mode: Any
     measured: Rates | None = None
+    plan: Plan | None = None
     noted: tuple[MakeFlag, ...] = ()
     pass_state: tuple[PassState, ...] = ()
     read: tuple[Tensor, ...] = ()
@@ -150,7 +153,7 @@ class Program(LayoutTable):
     def begin_body(self, graph: fx.Graph) -> Program:
         """A program without arguments and results: `graph` becomes the body of one of this program's loops."""
         empty: Any = dict.fromkeys(("arguments", "results", "pass_state", "read", "remarks"), ())
-        return replace(self, name="turn", graph=graph, constants={}, is_body=True, is_spare=False, **empty)
+        return replace(self, name="turn", graph=graph, constants={}, plan=None, is_body=True, is_spare=False, **empty)
 
     def __repr__(self) -> str:
         return f"Program({self.name} on {self.mesh}: {len(self.graph.nodes)} nodes, {len(self.arguments)} arguments)"

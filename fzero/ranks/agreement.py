@@ -91,7 +91,7 @@ class Word(NamedTuple):
     text: str
 
 
-class Difference(NamedTuple):
+class Disagreement(NamedTuple):
     """Why members cannot go on: `words` of members that say different things. Where some failed, their errors alone."""
 
     words: list[Word]
@@ -141,7 +141,7 @@ def agree(
     members.told = error  # of which the other ranks know now
     if error is not None:
         raise error
-    if not isinstance(found, Difference):
+    if not isinstance(found, Disagreement):
         return int(found)
     members.told = _disagreement(found, members.ranks, what)
     raise members.told
@@ -164,7 +164,7 @@ def meet(members: Members, call: str, vote: int = 0, what: str | None = None) ->
 
 def compare(
     number: int, lines: Lines, error: BaseException | None = None, vote: int = 0
-) -> Generator[Question, Any, int | Difference]:
+) -> Generator[Question, Any, int | Disagreement]:
     """The largest vote of any member, if all numbers are equal and no member has an error. Otherwise the difference."""
     mine = -1 if error is not None else number
     largest, smallest, voted = yield Largest((mine, -mine, int(vote)))  # one maximum gives the smallest number too
@@ -194,7 +194,7 @@ def _find_line(lines: Sequence[str]) -> Generator[Question, Any, str]:
     return lines[equal] if equal < len(lines) else "nothing more"
 
 
-def _share(word: str, is_error: bool) -> Generator[Question, Any, Difference]:
+def _share(word: str, is_error: bool) -> Generator[Question, Any, Disagreement]:
     """The words of all members. The first member of those that say the same tells its word."""
     text = word.encode()[:LONGEST]
     said = yield Everyone((_number(hashlib.sha256(word.encode())), len(text)))
@@ -206,7 +206,7 @@ def _share(word: str, is_error: bool) -> Generator[Question, Any, Difference]:
     for group in list(holders.values())[:SHOWN]:
         told = yield Text(text, group[0], said[group[0]][1])
         words.append(Word(group, told.decode(errors="replace")))
-    return Difference(words, is_error, len(holders) - len(words))
+    return Disagreement(words, is_error, len(holders) - len(words))
 
 
 PROBLEMS = {
@@ -231,7 +231,7 @@ PROBLEMS = {
 STEPS = "ranks are about to run different steps", "give every rank arguments of the same shapes and the same step"
 
 
-def _disagreement(found: Difference, ranks: Sequence[int], what: str) -> FzeroError:
+def _disagreement(found: Disagreement, ranks: Sequence[int], what: str) -> FzeroError:
     """The error for words that differ."""
     words = [(name_ranks([ranks[member] for member in word.members]), word) for word in found.words]
     if found.is_error:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from fzero.program.listing import format_size
+from fzero.base.sizes import format_size
 from fzero.state.grouping import Keys, LeafLayouts
 
 LEAST_NBYTES = 2**20

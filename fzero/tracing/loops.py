@@ -241,11 +241,7 @@ class _Leave(torch.autograd.Function):
         stacked = (loops.stack(y, number, ports.turn.length) for y in flat[count:])
         return *(loops.last(x, number) for x in flat[:count]), *stacked
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.ports = inputs[0]
-        ctx.like = [(x.shape, x.dtype, x.device) for x in output]
-        ctx.set_materialize_grads(False)
+    setup_context = staticmethod(_Enter.setup_context)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:

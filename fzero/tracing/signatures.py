@@ -49,7 +49,7 @@ def describe_changes(known: Sequence[Any], signature: Any) -> str:
     if most is None or len(columns[most]) == 1:
         return describe_change(known[0], signature) or "settings such as autocast keep changing"
     path, seen = tree.dotted(tree.keys(treedef)[most]), columns[most]
-    shapes = list(dict.fromkeys(str(list(x[0])) for x in seen if _is_tensor(x)))
+    shapes = list(dict.fromkeys(str(list(x[0])) for x in seen if is_batch(x)))
     if len(shapes) > 1:
         way_out = "round its lengths up a few fixed ones, as the ladder of fzero.data.loader does"
         return f"argument {path} had {len(shapes)} shapes, {_list_some(shapes)}; {way_out}, or give max_programs"
@@ -57,7 +57,7 @@ def describe_changes(known: Sequence[Any], signature: Any) -> str:
     return f"argument {path} had {len(values)} forms, {_list_some(values)}; give what changes as a tensor of one shape"
 
 
-def _is_tensor(described: Any) -> bool:
+def is_batch(described: Any) -> bool:
     """Whether this is the description of a plain tensor."""
     return isinstance(described, tuple) and isinstance(described[0], torch.Size)
 
@@ -75,7 +75,7 @@ def _format(described: Any) -> str:
         leaf, count = layout.leaves[described.leaf], len(layout.leaves)
         in_bucket = f"one of {count} in bucket {layout.bucket!r}" if count > 1 else f"alone in bucket {layout.bucket!r}"
         return f"{described.dtype} {list(leaf.shape)} of {leaf.path} on {layout.mesh}, {in_bucket}{where}"
-    if _is_tensor(described):
+    if is_batch(described):
         return f"{described[1]} {list(described[0])} on {described[2]} with strides {described[3]}"
     if not isinstance(described, tuple):
         return "another object"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -20,10 +20,10 @@ from fzero.base.placement import Placement
 from fzero.budget.choices import list_segment_choices
 from fzero.budget.fit import Space
 from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
-from fzero.budget.saved import Again, find_segments, number_nodes, set_levels
-from fzero.passes import defaults, resolve, run_passes
+from fzero.budget.programs import mark_trace
+from fzero.budget.saved import find_segments
+from fzero.passes import Plan, list_passes, resolve, run_passes
 from fzero.passes.roll import roll
-from fzero.program.places import place_arguments
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES, Rates
 from fzero.tracing.trace import trace
@@ -61,17 +61,9 @@ def train_in_parts(layers: tree.Tree, state: Any, x: Tensor) -> Any:
     return fzero.optim.apply_updates(layers, updates), state, value
 
 
-def write(
-    traced: Program,
-    again: Again,
-    *,
-    keep: Collection[str],
-    ahead: int | None,
-    places: Mapping[int, Placement | None],
-) -> Program:
-    """What `fzero.budget.programs.Programs` does, with nothing shared."""
-    numbered = set_levels(number_nodes(traced), again)
-    return run_passes(resolve(roll(place_arguments(numbered, places))), defaults(stage=3, keep=keep, ahead=ahead))
+def write(traced: Program, plan: Plan) -> Program:
+    """What `fzero.budget.programs.Builder` does, with nothing shared."""
+    return replace(run_passes(resolve(roll(mark_trace(traced.copy(), plan))), list_passes(plan)), plan=plan)
 
 
 def make_space(
@@ -85,7 +77,7 @@ def make_space(
     params = fzero.partition(layers, mesh)
     traced = trace(step, (params, OPTIMIZER.init(params), torch.zeros(rows, WIDTH)), mesh)
     traced = replace(traced, measured=rates)
-    return Space(traced, partial(write, traced), None, to)
+    return Space(traced, partial(write, traced), Plan(to=to))
 
 
 def best(points: list[Point], limit: int) -> float:

@@ -15,10 +15,10 @@ import fzero
 from fzero import optim
 from fzero.budget.costs import estimate_costs, measure_costs
 from fzero.budget.fit import Space
-from fzero.budget.movable import NOTHING, Movable, Positions
+from fzero.budget.movable import NOTHING, Movable, Paths
 from fzero.budget.outline import Outline
-from fzero.budget.programs import Programs
-from fzero.passes import defaults
+from fzero.budget.programs import Builder
+from fzero.passes import Plan
 from fzero.program.program import Program
 from fzero.program.rates import GUESSES
 from fzero.tracing.trace import trace
@@ -50,10 +50,10 @@ def test_an_estimate_is_what_programs_say(name: str, where: str, link: float, tm
     rates = GUESSES["cpu"]._replace(flops=1e14, memory=1e12, host=1e11, wire=2.5e10, link=link)
     traced = replace(trace_large(OPTIMIZERS[name]), measured=rates)
     movable = Movable(traced, fzero.host() if where == "host" else fzero.disk(tmp_path))
-    programs = Programs(partial(defaults, stage=3), traced)
+    programs = Builder(traced)
 
-    def build(away: Positions) -> Program:
-        return programs((), keep=(), ahead=None, places=movable.places(away))
+    def build(away: Paths) -> Program:
+        return programs(Plan(to=movable.to, away=away))
 
     base = Outline(build(NOTHING))
     step = base.timeline.seconds
@@ -65,7 +65,7 @@ def test_an_estimate_is_what_programs_say(name: str, where: str, link: float, tm
 def test_buckets_that_are_gathered_early_take_the_room_of_those_that_are_kept() -> None:
     """The peak of a program is less than a bucket above the estimate, where some buckets are kept."""
     traced = replace(trace_large(ADAMW, layers=12, rows=512), measured=GUESSES["cuda"]._replace(wire=5e9))
-    space = Space(traced, Programs(partial(defaults, stage=3), traced), None, fzero.host())
+    space = Space(traced, Builder(traced), Plan(to=fzero.host()))
     points = [point for point in space.frontier if 0 < len(space.pick(point).keep) < 12]
     errors = [space.build(point).memory().peak - point.peak for point in points[:: len(points) // 4]]
     assert len(errors) >= 4 and max(errors) < max(space.gathered), errors
@@ -75,7 +75,7 @@ def test_buckets_that_are_gathered_early_take_the_room_of_those_that_are_kept() 
 def test_the_fastest_program_of_a_frontier_is_found(rows: int) -> None:
     """Also where estimates are a bucket too high, because nothing is left to be gathered early."""
     traced = trace_large(ADAMW, layers=4, rows=rows)
-    space = Space(traced, Programs(partial(defaults, stage=3), traced), None)
+    space = Space(traced, Builder(traced), Plan())
     programs = [space.build(point) for point in space.frontier]
     peaks = [program.memory().peak for program in programs]
     seconds = [program.timeline().seconds for program in programs]

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import tree
+from fzero.budget.fit import Budget
 from fzero.cache.store import Store
-from fzero.passes import defaults
-from fzero.pipeline import Pipeline, choose_rewrite
+from fzero.passes import Plan, defaults
+from fzero.pipeline import Pipeline
 from fzero.program.open import find_difference
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
@@ -78,7 +79,7 @@ def make_loop(name: str) -> Callable[[], tuple[Any, Any]]:
     return make
 
 
-BUDGET = choose_rewrite(None, stage=None, memory="1GiB", to=None, in_place=True, reduce_dtype=None)
+BUDGET = Budget(1 << 30, Plan())
 STEPS: dict[str, tuple[Callable[[], tuple[Any, Any]], Any]] = {
     "plain": (make, None),
     "budget": (make, BUDGET),

@@ -10,8 +10,9 @@ from programs import EVERY_STEP, STEPS, Case, assert_same
 
 from fzero import tree
 from fzero.base.mesh import VirtualMesh
-from fzero.passes import defaults
-from fzero.pipeline import Pipeline, choose_rewrite
+from fzero.budget.fit import Budget
+from fzero.passes import Plan, defaults
+from fzero.pipeline import Pipeline
 from fzero.program.open import find_difference
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
@@ -64,9 +65,9 @@ def assert_equal(restored: Program, traced: Program) -> None:
 def test_a_program_from_a_file_is_the_one_that_was_traced(name: str, world: int, how: str, tmp_path: Path) -> None:
     case = STEPS[name](VirtualMesh(fsdp=world))
     passes = {
-        "defaults": defaults(stage=3),
+        "defaults": Plan(),
         "nothing": (),
-        "budget": choose_rewrite(None, stage=None, memory="1GiB", to=None, in_place=True, reduce_dtype=None),
+        "budget": Budget(1 << 30, Plan()),
     }
     traced = Process(case, tmp_path, passes[how]).prepare()
     process = Process(case, tmp_path, passes[how])

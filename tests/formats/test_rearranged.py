@@ -19,7 +19,7 @@ from fzero.layout.strides import Copy, Dim
 from fzero.ranks.virtual import ALONE
 from fzero.state.fill import copy_slices
 from fzero.state.safetensors.header import plan_header
-from fzero.state.safetensors.writing import ITSELF, Plan, write
+from fzero.state.safetensors.writing import ITSELF, WritePlan, write
 from fzero.state.sources import Source, TensorSource
 from fzero.values.sharded import Sharded
 
@@ -68,7 +68,7 @@ def test_ranks_write_their_elements_where_they_belong(world: int, tmp_path: Path
             local = copy_slices({leaf.index: whole[leaf.path]}, leaf.form.layout, on.rank)[leaf.index]
             held[leaf.path] = Sharded(local, leaf.form.layout, leaf.index, on)
         pieces += list(plan_pieces(held, tensors, {ITSELF: header}, on))
-    write(tmp_path / "x.safetensors", lambda: Plan({ITSELF: header}, pieces), ALONE, 12, "test")
+    write(tmp_path / "x.safetensors", lambda: WritePlan({ITSELF: header}, pieces), ALONE, 12, "test")
     found = load_file(tmp_path / "x.safetensors")
     assert sum(piece.values.shape.numel() for piece in pieces) == sum(x.numel() for x in found.values())
     for name in tensors:

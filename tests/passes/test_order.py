@@ -10,6 +10,7 @@ import torch
 from programs import MESH, calls, differentiated, layers, loss, names, on_rows
 from torch import Tensor, fx
 
+import fzero
 from fzero import FzeroError, tree
 from fzero.passes import bucket, defaults
 from fzero.passes.order import (
@@ -17,6 +18,7 @@ from fzero.passes.order import (
     find_dependences,
     find_mutable,
     find_origins,
+    list_uses,
     reorder,
     restore_order,
     sink_gathers,
@@ -41,9 +43,22 @@ def test_passes_of_shard(stage: int, in_place: bool, expected: str) -> None:
     passes = defaults(stage=stage, in_place=in_place)
     assert [getattr(each, "func", each).__name__ for each in passes] == expected.split()
     staged = {each.func.__name__: each.keywords for each in passes if isinstance(each, functools.partial)}
-    kept = {"stage": stage, "keep": ()}
+    kept = {"stage": stage, "keep": frozenset()}
     named = {"accumulate": {"stage": stage}, "release": kept, "verify": kept}
     assert staged == named | {"cast_gradients": {"dtype": None}}
+
+
+def test_a_node_uses_gathered_leaves_in_the_order_of_its_operands() -> None:
+    """Else copies of all-gathers have other names in each process, and ranks take that for other programs."""
+    params = {"layers": {str(i): {"w": torch.ones(4)} for i in range(7)}}
+
+    def step(params: Any, x: Tensor) -> Tensor:
+        return (torch.cat([params["layers"][str(i)]["w"] for i in (3, 0, 5, 1, 6, 2, 4)]) * x.sum()).sum()
+
+    program = fzero.simulate(step, MESH).trace(fzero.partition(params, MESH), torch.ones(2))
+    origin = find_origins(program.graph, "gathered")
+    ((node, runs),) = list_uses(program, origin)
+    assert list(runs) == [origin[x] for x in node.all_input_nodes] and len(runs) == 7
 
 
 def graph_of(**inputs: str) -> tuple[fx.Graph, dict[str, fx.Node]]:

@@ -9,8 +9,8 @@ from programs import MESH, apply, differentiated, layers, loss, on_rows, trained
 
 from fzero import optim
 from fzero.base.mesh import VirtualMesh
+from fzero.base.sizes import format_size
 from fzero.passes import bucket, defaults, donate, fuse, release
-from fzero.program.listing import format_size
 from fzero.program.program import Program
 
 

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import tree
-from fzero.ranks.agreement import LONGEST, SHOWN, Difference, Text, Word, compare, digest
+from fzero.ranks.agreement import LONGEST, SHOWN, Disagreement, Text, Word, compare, digest
 
-Compared = Generator[Any, Any, bool | Difference]
+Compared = Generator[Any, Any, bool | Disagreement]
 
 WORLD, ODD = 4, "ranks 1, 3"
 SOON = 20.0
@@ -189,6 +189,15 @@ def another_setting(mesh: DeviceMesh) -> Differing:
     return Differing(found, float(loss))
 
 
+def another_plan(mesh: DeviceMesh) -> Differing:
+    """Of one layer: the program is the same at both stages."""
+    plan = fzero.passes.Plan(stage=2 if is_odd(mesh) else 3)
+    step, params = fzero.shard(loss_of, mesh, plan=plan), fzero.partition(full_params(), mesh)
+    found = refusal(lambda: step(params, torch.ones(2, 5)))
+    _, loss = going_on(mesh)(fzero.partition(full_params(), mesh), torch.ones(2, 5))
+    return Differing(found, float(loss))
+
+
 def errors_of_three_ranks(mesh: DeviceMesh) -> Differing:
     def step(params: Any, x: Tensor) -> Any:
         if is_odd(mesh):
@@ -226,6 +235,7 @@ PARTS = {
     another_tensor_in_the_step: ("constant ", "5.0", "6.0"),
     another_tensor_since: ("constant ", "float32[] [2.0]", "float32[] [3.0]"),
     a_write_on_some_ranks: ("constant ", "float32[] [1.0]", "float32[] [3.0]"),
+    another_plan: ("plan stage: ", "'plan stage: 3'", "'plan stage: 2'"),
     another_setting: ("setting deterministic: ", "False", "True"),
 }
 
@@ -281,7 +291,7 @@ def test_an_error_reaches_ranks_that_have_their_program(found: dict[str, list[Ou
 class Cost(NamedTuple):
     """What an agreement found, and what it cost a member: bytes that it heard, and questions."""
 
-    found: bool | Difference
+    found: bool | Disagreement
     nbytes: int
     questions: int
 
@@ -317,7 +327,7 @@ def test_a_disagreement_of_a_thousand_members_costs_kilobytes(at: int) -> None:
     start = time.monotonic()
     found, nbytes, questions = answers([member(odd if i == 700 else PROGRAM) for i in range(MANY)])
     seconds = (time.monotonic() - start) / MANY  # of one member, whose hashes take nearly all of it
-    assert found == Difference(
+    assert found == Disagreement(
         [Word([i for i in range(MANY) if i != 700], PROGRAM[at]), Word([700], "node odd")], is_error=False, more=0
     )
     assert nbytes < 20_000 and questions <= 1 + 1 + 10 + 1 + 2
@@ -331,7 +341,7 @@ def test_an_agreement_of_a_thousand_members_costs_24_bytes() -> None:
 def test_a_thousand_errors_cost_kilobytes() -> None:
     errors: list[Exception | None] = [OSError(f"no file {i}" * 10_000) if i % 2 else None for i in range(MANY)]
     found, nbytes, _ = answers([member([], error) for error in errors])
-    assert isinstance(found, Difference) and found.is_error and found.more == MANY // 2 - SHOWN
+    assert isinstance(found, Disagreement) and found.is_error and found.more == MANY // 2 - SHOWN
     assert [word.members for word in found.words] == [[1], [3], [5], [7]]
     assert nbytes <= SHOWN * LONGEST + 16 * MANY + 24
 
@@ -346,4 +356,4 @@ def test_the_first_difference_is_found(lengths: tuple[int, int]) -> None:
         else:
             at = next(i for i in range(4) if rows[0][i : i + 1] != rows[1][i : i + 1])
             said = [row[at] if at < len(row) else "nothing more" for row in rows]
-            assert isinstance(found, Difference) and [word.text for word in found.words] == said
+            assert isinstance(found, Disagreement) and [word.text for word in found.words] == said

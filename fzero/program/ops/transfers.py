@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fzero import files
 from fzero.base.placement import Disk
+from fzero.base.sizes import format_size
 from fzero.program.fakes import copy_form
 from fzero.program.kinds import Kind
-from fzero.program.listing import format_size
 from fzero.program.operation import NO_WORK, Node, Operation, nbytes, values_of
 from fzero.program.records import is_call, record, register
 

@@ -19,7 +19,7 @@ from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors.header import Header, plan_header
-from fzero.state.safetensors.writing import ITSELF, Piece, Plan, write
+from fzero.state.safetensors.writing import ITSELF, Piece, WritePlan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.state.splits import list_positions
 from fzero.values.origin import describe_state
@@ -56,12 +56,12 @@ def save_safetensors(
     leaves = tree.leaves(values)
     on = find_common_ranks(zip(tree.paths(values), leaves))
 
-    def make_plan() -> Plan:
+    def make_plan() -> WritePlan:
         paths = tree.paths(values)
         check_paths(paths)
         given = {path: name_value(path, leaf) for path, leaf in zip(paths, leaves)}
         header = plan_header(given, metadata or {})
-        return Plan({ITSELF: header}, plan_pieces(given, header, on), list_origins(leaves))
+        return WritePlan({ITSELF: header}, plan_pieces(given, header, on), list_origins(leaves))
 
     write(Path(path), make_plan, on, chunk, "save_safetensors")
 

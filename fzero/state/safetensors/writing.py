@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     places: Copy | None = None
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """What the ranks of a mesh write together, and the `pieces` of this process.
 
     `headers` are the safetensors files by name. The one name `ITSELF` stands for the target itself; otherwise the
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
         return [*found, *(f"{file}: {hashlib.sha256(text).hexdigest()}" for file, text in self.texts.items())]
 
 
-def write(target: Path, make_plan: Callable[[], Plan], on: Ranks, chunk: int, caller: str) -> None:
+def write(target: Path, make_plan: Callable[[], WritePlan], on: Ranks, chunk: int, caller: str) -> None:
     """Write a file or folder, which appears at `target` when it is complete. All ranks of `on` call `write` together.
     `make_plan` may raise.
 
@@ -79,14 +79,14 @@ def write(target: Path, make_plan: Callable[[], Plan], on: Ranks, chunk: int, ca
 class _Files:
     """The files of a plan, while they have a temporary name."""
 
-    plan: Plan
+    plan: WritePlan
     path: Path
     heads: Mapping[str, bytes]
 
     def __init__(self, target: Path, chunk: int) -> None:
         self.target, self.chunk = target, chunk
 
-    def adopt(self, plan: Plan) -> list[str]:
+    def adopt(self, plan: WritePlan) -> list[str]:
         """The plan's lines."""
         self.plan, self.heads = plan, {name: render_header(header) for name, header in plan.headers.items()}
         return plan.list_lines()
