@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from fzero import optim, partition, tree
@@ -17,6 +16,7 @@ from fzero.hf.ds_config import list_held_groups, make_schedule
 from fzero.hf.files import Files
 from fzero.hf.optimizers import choose_optimizer, separate_embeddings
 from fzero.hf.plan import Plan
+from fzero.hf.together import Plain
 from fzero.optim.base import GradientTransformation
 from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
 from fzero.optim.kinds import Group
@@ -109,7 +109,7 @@ class Updates(Files):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
-        return choose_optimizer(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return choose_optimizer(args) or Plain.get_optimizer_cls_and_kwargs(args, model)
 
     def _make(self, rates: Any) -> GradientTransformation:
         """The optimizer of all groups, at these rates."""

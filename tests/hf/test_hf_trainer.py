@@ -119,6 +119,14 @@ def test_a_checkpoint_of_transformers_is_refused_and_its_weights_are_read(tmp_pa
         assert torch.equal(leaf, theirs.model.get_parameter(path)), path
 
 
+def test_a_script_may_put_our_class_in_the_place_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), train_dataset=make_dataset())
+    monkeypatch.setattr(transformers, "Trainer", fzero.hf.Trainer)
+    assert isinstance(trainer.create_optimizer(), torch.optim.AdamW)
+
+
 def test_no_private_name_of_transformers_is_taken_by_accident() -> None:
     own = [base for base in fzero.hf.Seq2SeqTrainer.__mro__ if base.__module__.startswith("fzero.")]
     ours = {name for base in own for name in vars(base)}
