@@ -111,6 +111,18 @@ class Updates(Files):
         """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
         return choose_optimizer(args) or Plain.get_optimizer_cls_and_kwargs(args, model)
 
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """As transformers' `get_optimizer_group`: the group of a parameter of the model. The parameters in a group are
+        those of the model, which have no values."""
+        if self.optimizer is None:
+            return super().get_optimizer_group(param)  # which refuses
+        own = [(path, x) for path, x in self.model.named_parameters() if x.requires_grad]
+        held = [[x for path, x in own if group.paths is None or path in group.paths] for group in self._groups]
+        for group, params in zip(self.optimizer.param_groups, held, strict=True):
+            if any(x is param for x in params):
+                return {**group, "params": params}
+        return held
+
     def _make(self, rates: Any) -> GradientTransformation:
         """The optimizer of all groups, at these rates."""
         return make_at_rates(self._groups, rates)

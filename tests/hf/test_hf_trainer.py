@@ -127,6 +127,17 @@ def test_a_script_may_put_our_class_in_the_place_of_transformers(
     assert isinstance(trainer.create_optimizer(), torch.optim.AdamW)
 
 
+def test_the_group_of_a_parameter_is_found(tmp_path: Path) -> None:
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path))
+    with pytest.raises(ValueError, match="optimizer is None"):
+        trainer.get_optimizer_group()
+    trainer.create_optimizer()
+    decayed, others = trainer.get_optimizer_group()
+    assert len(decayed) + len(others) == len(list(trainer.model.parameters()))
+    group = trainer.get_optimizer_group(trainer.model.transformer.h[0].attn.c_attn.bias)
+    assert group["weight_decay"] == 0 and group["params"] == others  # lists compare by identity first
+
+
 def test_no_private_name_of_transformers_is_taken_by_accident() -> None:
     own = [base for base in fzero.hf.Seq2SeqTrainer.__mro__ if base.__module__.startswith("fzero.")]
     ours = {name for base in own for name in vars(base)}
