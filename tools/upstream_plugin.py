@@ -33,9 +33,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that call a trainer, and those that the command chose; with UPSTREAM_FIRST a case of each function."""
+    """Keep tests that call a trainer, that the command chose, and that have no outcome; with UPSTREAM_FIRST a case of
+    each function."""
     chosen = None if CHOSEN is None else set(json.loads(Path(CHOSEN).read_text()))
-    items[:] = [item for item in items if calls_trainer(item) and (chosen is None or item.nodeid in chosen)]
+    done = {json.loads(line)["test"] for line in OUT.read_text().splitlines()} if OUT.exists() else set()
+    items[:] = [
+        x for x in items if calls_trainer(x) and x.nodeid not in done and (chosen is None or x.nodeid in chosen)
+    ]
     if "UPSTREAM_FIRST" in os.environ:
         items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
         items.reverse()

@@ -161,11 +161,10 @@ def compare(project: str, given: Path, more: list[str]) -> None:
     files = find_files(project, checkout)
     make_hub(files, BUILD / "home")
     plain, ours = BUILD / f"{project}-plain.jsonl", BUILD / f"{project}-fzero.jsonl"
-    if not plain.exists() or more:
-        run(checkout, files, "plain", plain, None, more)
+    run(checkout, files, "plain", plain, None, more)
     passed = {name for name, x in read(plain).items() if x["outcome"] == "passed"}
     chosen = BUILD / "chosen.json"
-    chosen.write_text(json.dumps(sorted(passed - read(ours).keys())))
+    chosen.write_text(json.dumps(sorted(passed)))
     run(checkout, files, "fzero", ours, chosen, more)
 
 

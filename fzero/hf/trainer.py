@@ -285,7 +285,8 @@ class Trainer(Updates):
         output = self._forward(self.sharded.params, self.sharded.buffers, args, padded)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
-        sizes = [x for x in vars(getattr(self.model, "config", self.model)).values() if isinstance(x, int)]
+        config = getattr(self.model, "config", None)
+        sizes = [x for x in vars(self.model if config is None else config).values() if isinstance(x, int)]
         return cut_to_own(output, kwargs, padded, self.label_names, sizes)
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,23 @@ def test_a_script_may_put_our_class_in_the_place_of_transformers(
     assert isinstance(trainer.create_optimizer(), torch.optim.AdamW)
 
 
+class Scaled(torch.nn.Module):
+    """A module of no family, with `config = None`, as models of tests have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.config = torch.nn.Parameter(torch.tensor(2.0)), None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.scale * x - labels).square().mean(), self.scale * x
+
+
+def test_a_model_without_a_config_is_evaluated(tmp_path: Path) -> None:
+    rows = [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 4
+    trainer = fzero.hf.Trainer(Scaled(), make_arguments(tmp_path), eval_dataset=rows)
+    assert trainer.evaluate()["eval_loss"] == 4
+
+
 def test_the_group_of_a_parameter_is_found(tmp_path: Path) -> None:
     trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path))
     with pytest.raises(ValueError, match="optimizer is None"):
