@@ -70,7 +70,7 @@ def make_trainer(cls: Any, folder: Path, kind: str, *, lora: str = "", changed: 
     made = LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM
     model = named.pop("model", None) or make_language_model(folder, made)
     if lora:
-        config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA)
+        config = peft.LoraConfig(task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM", **LORA)
         if lora == "given":
             torch.manual_seed(1)
             model = peft.get_peft_model(model, config)

@@ -20,7 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
 from fzero.hf.merging import dequantize_leaves, list_leaves
-from fzero.hf.together import Together
+from fzero.hf.together import Plain, Together
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import WHOLE
 
@@ -50,7 +50,7 @@ class Files(Together):
     ) -> Any:
         """As transformers' `train`. `resume_from_checkpoint=True` means the newest complete checkpoint. All ranks call
         it together."""
-        is_own = type(self).get_train_dataloader is not transformers.Trainer.get_train_dataloader
+        is_own = type(self).get_train_dataloader is not Plain.get_train_dataloader
 
         def list_lines() -> list[str]:
             how = resume_from_checkpoint if isinstance(resume_from_checkpoint, bool | None) else "a folder"

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from fzero import tree
 from fzero.hf.checks import check_frozen
 from fzero.hf.padding import cut_to_own, pad_to_longest, pad_to_rung
 from fzero.hf.sliced import Call, Held, Sliced, refuse_stale, stand_for
+from fzero.hf.together import Plain
 from fzero.hf.trainer import Trainer
 from fzero.ranks.live import find_ranks
 from fzero.training.programs import compile_function
@@ -46,7 +46,7 @@ class Outside(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As transformers' `training_step`: its backward pass adds to the sums of gradients."""
         with torch.autograd.set_multithreading_enabled(False):  # programs run in this thread, on GPUs too
-            return transformers.Trainer.training_step(self, model, inputs, num_items_in_batch)
+            return Plain.training_step(self, model, inputs, num_items_in_batch)
 
     @contextmanager
     def _bind(self) -> Iterator[Any]:

@@ -30,9 +30,11 @@ from fzero.ranks.together import tell_others
 from fzero.ranks.virtual import ALONE
 
 DISPATCH = "a batch that rank 0 gives to all ranks"
+Plain = transformers.Trainer
+"""The class of transformers. A script may put ours in its place: `transformers.Trainer = fzero.hf.Trainer`."""
 
 
-class Together(transformers.Trainer):
+class Together(Plain):
     """The part of the Trainer where ranks meet, before transformers and accelerate exchange what has no fixed size.
 
     Callbacks, data sets and metrics run on each rank. So ranks meet behind all that precedes such an exchange, too.

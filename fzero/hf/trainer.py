@@ -40,6 +40,7 @@ from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.signatures import join_signatures
 from fzero.hf.sliced import call_narrow
+from fzero.hf.together import Plain
 from fzero.hf.updates import Updates, clip_to_norm
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.groups import convert_optimizer
@@ -284,7 +285,8 @@ class Trainer(Updates):
         output = self._forward(self.sharded.params, self.sharded.buffers, args, padded)
         if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
             output["loss"] = output["loss"].mean()  # on a virtual mesh it has one element a rank
-        sizes = [x for x in vars(getattr(self.model, "config", self.model)).values() if isinstance(x, int)]
+        config = getattr(self.model, "config", None)
+        sizes = [x for x in vars(self.model if config is None else config).values() if isinstance(x, int)]
         return cut_to_own(output, kwargs, padded, self.label_names, sizes)
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,7 +357,7 @@ class Trainer(Updates):
 
     def _warn_of_padding(self, given: Mapping[str, Any], padded: Mapping[str, Any]) -> None:
         """Say once that a loss of the user's own sees padding that the collator did not make."""
-        is_own = self.compute_loss_func is not None or type(self).compute_loss is not transformers.Trainer.compute_loss
+        is_own = self.compute_loss_func is not None or type(self).compute_loss is not Plain.compute_loss
         shapes = {name: x.shape for name, x in given.items() if isinstance(x, Tensor)}
         if is_own and not self._has_warned and any(padded[name].shape != shape for name, shape in shapes.items()):
             self._has_warned = True
@@ -372,4 +374,4 @@ class Trainer(Updates):
         return items if items is None or ratio == 1 else items / ratio
 
 
-Trainer.__init__.__signature__ = join_signatures(transformers.Trainer.__init__, Trainer.__init__)  # type: ignore[attr-defined]
+Trainer.__init__.__signature__ = join_signatures(Plain.__init__, Trainer.__init__)  # type: ignore[attr-defined]

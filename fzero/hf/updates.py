@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from fzero import optim, partition, tree
@@ -17,6 +16,7 @@ from fzero.hf.ds_config import list_held_groups, make_schedule
 from fzero.hf.files import Files
 from fzero.hf.optimizers import choose_optimizer, separate_embeddings
 from fzero.hf.plan import TrainerPlan
+from fzero.hf.together import Plain
 from fzero.optim.base import GradientTransformation
 from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
 from fzero.optim.kinds import Group
@@ -109,7 +109,19 @@ class Updates(Files):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As transformers' `get_optimizer_cls_and_kwargs`. The names of bitsandbytes need no bitsandbytes."""
-        return choose_optimizer(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return choose_optimizer(args) or Plain.get_optimizer_cls_and_kwargs(args, model)
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """As transformers' `get_optimizer_group`: the group of a parameter of the model. The parameters in a group are
+        those of the model, which have no values."""
+        if self.optimizer is None:
+            return super().get_optimizer_group(param)  # which refuses
+        own = [(path, x) for path, x in self.model.named_parameters() if x.requires_grad]
+        held = [[x for path, x in own if group.paths is None or path in group.paths] for group in self._groups]
+        for group, params in zip(self.optimizer.param_groups, held, strict=True):
+            if any(x is param for x in params):
+                return {**group, "params": params}
+        return held
 
     def _make(self, rates: Any) -> GradientTransformation:
         """The optimizer of all groups, at these rates."""

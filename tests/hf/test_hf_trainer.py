@@ -119,6 +119,42 @@ def test_a_checkpoint_of_transformers_is_refused_and_its_weights_are_read(tmp_pa
         assert torch.equal(leaf, theirs.model.get_parameter(path)), path
 
 
+def test_a_script_may_put_our_class_in_the_place_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path), train_dataset=make_dataset())
+    monkeypatch.setattr(transformers, "Trainer", fzero.hf.Trainer)
+    assert isinstance(trainer.create_optimizer(), torch.optim.AdamW)
+
+
+class Scaled(torch.nn.Module):
+    """A module of no family, with `config = None`, as models of tests have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.config = torch.nn.Parameter(torch.tensor(2.0)), None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.scale * x - labels).square().mean(), self.scale * x
+
+
+def test_a_model_without_a_config_is_evaluated(tmp_path: Path) -> None:
+    rows = [{"x": torch.ones(1), "labels": torch.zeros(1)}] * 4
+    trainer = fzero.hf.Trainer(Scaled(), make_arguments(tmp_path), eval_dataset=rows)
+    assert trainer.evaluate()["eval_loss"] == 4
+
+
+def test_the_group_of_a_parameter_is_found(tmp_path: Path) -> None:
+    trainer = fzero.hf.Trainer(make_model(), make_arguments(tmp_path))
+    with pytest.raises(ValueError, match="optimizer is None"):
+        trainer.get_optimizer_group()
+    trainer.create_optimizer()
+    decayed, others = trainer.get_optimizer_group()
+    assert len(decayed) + len(others) == len(list(trainer.model.parameters()))
+    group = trainer.get_optimizer_group(trainer.model.transformer.h[0].attn.c_attn.bias)
+    assert group["weight_decay"] == 0 and group["params"] == others  # lists compare by identity first
+
+
 def test_no_private_name_of_transformers_is_taken_by_accident() -> None:
     own = [base for base in fzero.hf.Seq2SeqTrainer.__mro__ if base.__module__.startswith("fzero.")]
     ours = {name for base in own for name in vars(base)}
