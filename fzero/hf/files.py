@@ -19,8 +19,9 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
+from fzero.hf.data_ranks import Sharers
 from fzero.hf.merging import dequantize_leaves, list_leaves
-from fzero.hf.together import Together
+from fzero.hf.plan import Plan
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import WHOLE
 
@@ -36,12 +37,13 @@ WEIGHTS = "model.safetensors"
 _log = logging.getLogger("fzero")
 
 
-class Files(Together):
+class Files(Sharers):
     """The part of the Trainer that writes and reads files. All ranks call each method together."""
 
     model: Any
     state: Any
     sharded: State
+    _plan: Plan
     _adopt: Callable[[], None]
 
     @check_arguments
@@ -152,7 +154,8 @@ class Files(Together):
         if is_of_transformers:
             read = functools.partial(checkpoint.load_hf, folder, model_or_config=self.model)
         has_buffers = held.buffers is not None  # then each of the two trees is a part of the files
-        params = read(like=held.params, mesh=self.mesh, strict=not has_buffers)
+        how = {"split": self._sharing.split or None, **self._plan.held}
+        params = read(like=held.params, mesh=self.mesh, strict=not has_buffers, **how)
         if has_buffers:
             held = held._replace(buffers=read(like=held.buffers, mesh=self.mesh, strict=False, persist=WHOLE))
         self.sharded = held._replace(params=params)

@@ -31,6 +31,9 @@ from fzero.hf.caches import (
     round_up,
 )
 from fzero.hf.checks import check_model
+from fzero.hf.sharing import Wish, check_mesh_of, check_shared, find_sharing, share_forwards
+from fzero.hf.styles import Axis
+from fzero.hf.tensor_plans import Plan
 from fzero.hf.turns import WHAT, Request, choose, fail
 from fzero.ranks.agreement import meet
 from fzero.ranks.live import find_ranks
@@ -65,15 +68,29 @@ class Generator:
       until all have their results.
     * On a `VirtualMesh` the rows of a prompt are cut over the ranks, so there are a multiple of the ranks.
 
-    `call(apply, params, **inputs)` computes an output, and `how` are keywords of `fzero.shard`.
+    `call(apply, params, **inputs)` computes an output, and `how` are keywords of `fzero.shard`. `tp`, `ep` and `plan` are
+    those of `fzero.hf.parallel`, which split `params`: ranks along these axes call with the same prompts, and have the
+    same random numbers.
 
     Raises:
         FzeroError: for a model without `generate`; where another rank raises an error.
     """
 
     @check_arguments
-    def __init__(self, model: Any, mesh: Any, *, call: Callable[..., Any] | None = None, **how: Any) -> None:
-        self.given, self.mesh = model, mesh
+    def __init__(
+        self,
+        model: Any,
+        mesh: Any,
+        *,
+        call: Callable[..., Any] | None = None,
+        tp: Axis | None = None,
+        ep: Axis | None = None,
+        plan: Plan | None = None,
+        **how: Any,
+    ) -> None:
+        self.given, self.mesh, self._wish = model, mesh, Wish(tp, ep, plan)
+        check_mesh_of(self._wish, mesh)
+        check_shared(self._wish, model, None)
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
 
@@ -97,8 +114,10 @@ class Generator:
     def programs(self) -> dict[str, Any]:
         """The steps "prompt", "token" and "encoder", by name."""
         model: Any = copy_without_values(self.model).eval()
-        apply = lower(model)[1]
-        encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
+        with share_forwards(model, find_sharing(model, self._wish, self.mesh)):
+            apply = lower(model)[1]
+            encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
+        how = {"data": self._wish.find_data(self.mesh), **self._how}
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
             caches = {name: copy_cache(cache) for name, cache in find_caches(inputs).items()}
@@ -123,7 +142,7 @@ class Generator:
 
         made: dict[str, Callable[..., Any]] = {"prompt": prompt, "token": token, "encoder": encoder}
         return {
-            name: compile_function(function, self.mesh, title=f"generate: forward pass of a {name}", **self._how)
+            name: compile_function(function, self.mesh, title=f"generate: forward pass of a {name}", **how)
             for name, function in made.items()
         }
 

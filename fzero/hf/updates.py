@@ -30,7 +30,6 @@ class Updates(Files):
     lr_scheduler: Any
     accelerator: Any
     sharded: State
-    _plan: Plan
     _sums: Any
     _groups: list[Group]
     _options: list[dict[str, Any]]
