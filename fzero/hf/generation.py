@@ -31,7 +31,7 @@ from fzero.hf.caches import (
     round_up,
 )
 from fzero.hf.checks import check_model
-from fzero.hf.sharing import Wish, check_mesh_of, check_shared, find_sharing, share_forwards
+from fzero.hf.sharing import Wish, check_mesh_of, check_shared, check_whole, find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import Plan
 from fzero.hf.turns import WHAT, Request, choose, fail
@@ -120,15 +120,16 @@ class Generator:
         how = {"data": self._wish.find_data(self.mesh), **self._how}
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
-            caches = {name: copy_cache(cache) for name, cache in find_caches(inputs).items()}
+            given = find_caches(inputs)
+            caches = {name: copy_cache(cache) for name, cache in given.items()}
             inputs = {**inputs, **caches}
             kept = inputs.get("logits_to_keep")
             if count is not None and kept:
                 inputs["logits_to_keep"] = torch.arange(kept, device=count.device) + count - kept
             output = self._call(apply, params, **inputs)
             for name in caches.keys() & output.keys():  # the model filled them; `call` may have copied them since
-                output[name] = keep_new(caches[name])
-            return output
+                output[name] = keep_new(caches[name], given[name])
+            return check_whole(output)
 
         def prompt(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
             return forward(params, inputs, count)

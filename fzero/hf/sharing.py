@@ -14,11 +14,10 @@ from fzero import axis_size, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.hf.adapters import has_adapters
-from fzero.hf.caches import find_caches
+from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
 from fzero.hf.styles import Axis, Cut, find_style
 from fzero.hf.tensor_plans import Plan, Rule, generalize, list_rules
-from fzero.ranks.performer import current_performer
 
 
 class Wish(NamedTuple):
@@ -130,16 +129,13 @@ def check_whole(output: Any) -> Any:
     Raises:
         FzeroError: naming what a rank has a part of.
     """
-    on = current_performer()
-    if on is None:
-        return output
     for name, x in find_caches(output).items() if isinstance(output, dict) else ():
-        if any(on.find_differing(leaf) for leaf in tree.leaves(x) if isinstance(leaf, Tensor)):
+        if any(map(find_parts, tree.leaves(x))):
             output[name] = None
     for path, leaf in zip(tree.paths(output), tree.leaves(output)):
-        axes = on.find_differing(leaf) if isinstance(leaf, Tensor) else ()
+        axes = find_parts(leaf)
         if axes:
-            problem = f"is a part on each rank along {min(axes)!r}: {list(leaf.shape)}"
+            problem = f"is a part on each rank along {axes[0]!r}: {list(leaf.shape)}"
             raise FzeroError(f"output {path}", problem, "leave it out, such as output_attentions, or join it in the model")
     return output
 

@@ -115,13 +115,13 @@ def add_up_experts(module: Any, axis: Axis, forward: Callable[..., Any], *args: 
         return psum(functional_call(module, {"down_proj_bias": bias / axis_size(axis)}, args, kwargs), axis)
 
 
-def take_block(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's block of the last dim of a value that is the same on all ranks."""
-    ranks = axis_size(axis)
+def take_block(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """This rank's block along a dim of a value that is the same on all ranks."""
+    ranks, dim = axis_size(axis), dim % x.ndim
     if ranks == 1:
         return x
-    blocks = x.unflatten(-1, (ranks, x.shape[-1] // ranks))
-    return blocks.index_select(-2, axis_index(axis, x.device).reshape(1)).squeeze(-2)
+    blocks = x.unflatten(dim, (ranks, x.shape[dim] // ranks))
+    return blocks.index_select(dim, axis_index(axis, x.device).reshape(1)).squeeze(dim)
 
 
 def gather(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
