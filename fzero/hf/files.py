@@ -24,6 +24,7 @@ from fzero.hf.merging import dequantize_leaves, list_leaves
 from fzero.hf.plan import Plan
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import WHOLE
+from fzero.values.sharded import Sharded
 
 STATE = "fzero"
 """The folder of optimizer state in a checkpoint of the Trainer."""
@@ -129,9 +130,16 @@ class Files(Sharers):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         held = State(opt_state=self.sharded.opt_state, scale=self.sharded.scale)
-        checkpoint.save(Path(output_dir) / STATE, held, step=self.state.global_step, keep=1, overwrite=True)
+        save = functools.partial(
+            checkpoint.save, Path(output_dir) / STATE, held, step=self.state.global_step, keep=1, overwrite=True
+        )
+        is_of_slices = any(isinstance(leaf, Sharded) for leaf in tree.leaves(held))
+        if is_of_slices:
+            save()
 
         def write() -> None:
+            if not is_of_slices:  # of SGD without momentum: each rank would write all of it
+                save()
             torch.save(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 

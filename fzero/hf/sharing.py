@@ -84,7 +84,7 @@ def choose_wish(given: Wish, of_model: Wish) -> Wish:
         FzeroError: for a wish beside it that differs.
     """
     if given.plan is not None or (given and given[:2] != of_model[:2]):
-        problem = f"are {given.tp!r} and {given.ep!r}, and the model was split along {of_model.tp!r} and {of_model.ep!r}"
+        problem = f"are {given.tp!r} and {given.ep!r}, and from_pretrained had {of_model.tp!r} and {of_model.ep!r}"
         raise FzeroError("tp, ep", problem, "give them, and plan=, to from_pretrained alone")
     return of_model
 
@@ -136,7 +136,7 @@ def check_whole(output: Any) -> Any:
         axes = find_parts(leaf)
         if axes:
             problem = f"is a part on each rank along {axes[0]!r}: {list(leaf.shape)}"
-            raise FzeroError(f"output {path}", problem, "leave it out, such as output_attentions, or join it in the model")
+            raise FzeroError(f"output {path}", problem, "leave it out, such as output_attentions")
     return output
 
 

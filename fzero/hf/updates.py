@@ -16,7 +16,6 @@ from fzero.base.state import State
 from fzero.hf.ds_config import list_held_groups, make_schedule
 from fzero.hf.files import Files
 from fzero.hf.optimizers import choose_optimizer, separate_embeddings
-from fzero.hf.plan import Plan
 from fzero.optim.base import GradientTransformation
 from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
 from fzero.optim.kinds import Group
