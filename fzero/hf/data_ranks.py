@@ -92,7 +92,7 @@ class Sharers(Together):
     @property
     def _data(self) -> tuple[str, ...] | None:
         """The axes along which ranks take different batches; None for what the names of axes say."""
-        return self._wish.find_data(self.mesh) if self._wish else None
+        return self._wish.find_data(self.mesh) if self._wish.axes else None
 
     @property
     def _copies(self) -> int:

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 from fzero import lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.mesh import mesh_shape
 from fzero.hf.adapters import find_base, take_base
 from fzero.hf.caches import (
     OLD_NAMES,
@@ -85,10 +86,11 @@ class Generator:
         call: Callable[..., Any] | None = None,
         tp: Axis | None = None,
         ep: Axis | None = None,
+        sp: Axis | None = None,
         plan: Plan | None = None,
         **how: Any,
     ) -> None:
-        self.given, self.mesh, self._wish = model, mesh, Wish(tp, ep, plan)
+        self.given, self.mesh, self._wish = model, mesh, Wish(tp, ep, sp, plan)
         check_mesh_of(self._wish, mesh)
         check_shared(self._wish, model, None)
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
@@ -114,10 +116,12 @@ class Generator:
     def programs(self) -> dict[str, Any]:
         """The steps "prompt", "token" and "encoder", by name."""
         model: Any = copy_without_values(self.model).eval()
-        with share_forwards(model, find_sharing(model, self._wish, self.mesh)):
+        wish = self._wish._replace(sp=None)  # ranks along sp each have the prompts, and all places
+        with share_forwards(model, find_sharing(model, wish, self.mesh)):
             apply = lower(model)[1]
             encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
-        how = {"data": self._wish.find_data(self.mesh), **self._how}
+        data = (wish.find_data(self.mesh) or mesh_shape(self.mesh).names) if self._wish.axes else None
+        how = {"data": data, **self._how}
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
             given = find_caches(inputs)

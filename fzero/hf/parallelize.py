@@ -21,6 +21,7 @@ def parallel(
     *,
     tp: Axis | None = "tp",
     ep: Axis | None = None,
+    sp: Axis | None = None,
     plan: Plan | None = None,
     **how: Any,
 ) -> tuple[tree.Tree, Apply]:
@@ -30,7 +31,8 @@ def parallel(
         step = fzero.shard(train_step, mesh, data=("fsdp",))
 
     The ranks along `tp` share layers as the model's own `tp_plan` says, and the ranks along `ep` share experts, as its
-    `ep_plan` says. Both are model axes: their ranks take the same examples. An axis is a name, a tuple of names, or
+    `ep_plan` says. The ranks along `sp` each compute a part of the places of every row, but for attention, which sees
+    all places. All three are model axes: their ranks take the same examples. An axis is a name, a tuple of names, or
     None for no such ranks. transformers has plans for most decoders; GPT-2, BERT, T5 and Whisper have plans of fzero.
 
     `plan` adds rules to these, or replaces them: names of modules and parameters, in which "*" is a number, and styles
@@ -45,7 +47,7 @@ def parallel(
     """
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")
-    sharing = find_sharing(model, Wish(tp, ep, plan), mesh)
+    sharing = find_sharing(model, Wish(tp, ep, sp, plan), mesh)
     with share_forwards(model, sharing):
         params, apply = lower(model)
     return partition(params, mesh, split=sharing.split or None, **how), apply

@@ -105,6 +105,7 @@ def from_pretrained(
     quantize: Any = None,
     tp: Axis | None = None,
     ep: Axis | None = None,
+    sp: Axis | None = None,
     plan: Plan | None = None,
     **named: Any,
 ) -> Pretrained:
@@ -136,7 +137,7 @@ def from_pretrained(
     coding = read_quantize(quantize)
     _refuse_places(named)
     _refuse_codes(Path(name_or_path))
-    wish = Wish(tp, ep, plan)
+    wish = Wish(tp, ep, sp, plan)
     check_mesh_of(wish, mesh)
     if mesh is None:
         mesh = make_mesh(find_local_rank(None), PORT, None)
@@ -146,7 +147,7 @@ def from_pretrained(
         raise FzeroError("from_pretrained: cls", f"is {cls!r:.80}", way_out)
     made: list[nn.Module] = []
     how: dict[str, Any] = dict(partition or {})
-    if wish:
+    if wish.axes:
         how["split"] = {}  # that of the plan, once there is a model
 
     def construct() -> nn.Module:
@@ -154,7 +155,7 @@ def from_pretrained(
         made.append(model if peft_config is None else add_adapters(model, peft_config).eval())
         check_shared(wish, made[0], None)
         sharing = find_sharing(made[0], wish, mesh)
-        if wish:
+        if wish.axes:
             how["split"].update(sharing.split)
         stack.enter_context(share_forwards(made[0], sharing))
         return made[0]

@@ -16,19 +16,23 @@ from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.hf.adapters import has_adapters
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
+from fzero.hf.sequence import check_sequence, cut_sequence
 from fzero.hf.styles import Axis, Cut, find_style
 from fzero.hf.tensor_plans import Plan, Rule, generalize, list_rules
 
 
 class Wish(NamedTuple):
-    """The arguments `tp`, `ep` and `plan` of `fzero.hf.parallel`."""
+    """The arguments `tp`, `ep`, `sp` and `plan` of `fzero.hf.parallel`."""
 
     tp: Axis | None = None
     ep: Axis | None = None
+    sp: Axis | None = None
     plan: Plan | None = None
 
-    def __bool__(self) -> bool:
-        return self.tp is not None or self.ep is not None
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that are given."""
+        return tuple(axis for axis in self[:3] if axis is not None)
 
     def find_axes(self, mesh: VirtualMesh) -> dict[Axis, str]:
         """Each axis that was given, and its name on the mesh.
@@ -36,8 +40,9 @@ class Wish(NamedTuple):
         Raises:
             FzeroError: for an axis that the mesh lacks, and for the one that all state is cut over.
         """
-        wanted = [axis for axis in (self.tp, self.ep) if axis is not None]
-        axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in wanted}
+        axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
+        if self.sp is not None:
+            mesh.join(axes.values() if self.tp != self.ep else {*axes.values()})
         for axis in axes.values():
             if mesh.shard_axis in mesh.split(axis):
                 way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
@@ -52,10 +57,12 @@ class Wish(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts."""
+    """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts.
+    `sequence` is the axis of ranks that have parts of a sequence, and whether their attention goes by heads."""
 
     rules: Mapping[str, Rule]
     split: Mapping[str, tuple[Any, ...]]
+    sequence: tuple[Axis, bool] | None = None
 
 
 ALONE = Sharing({}, {})
@@ -68,13 +75,17 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any) -> Sharing:
     Raises:
         FzeroError: as `fzero.hf.parallel`.
     """
-    if not wish:
-        return ALONE
     sizes = mesh_shape(mesh)
     axes = wish.find_axes(sizes)
+    sequence = None
+    if wish.sp is not None:
+        shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
+        sequence = wish.sp, check_sequence(model, wish.sp, sizes.size(axes[wish.sp]), shared)
+    if wish.tp is None and wish.ep is None:
+        return Sharing({}, {}, sequence)
     rules = _agree_on_ties(model, list_rules(model, wish.plan, wish.tp, wish.ep))
     check_counts(model, rules, {axis: sizes.size(name) for axis, name in axes.items()})
-    return Sharing(rules, _find_splits(model, rules))
+    return Sharing(rules, _find_splits(model, rules), sequence)
 
 
 def choose_wish(given: Wish, of_model: Wish) -> Wish:
@@ -83,9 +94,9 @@ def choose_wish(given: Wish, of_model: Wish) -> Wish:
     Raises:
         FzeroError: for a wish beside it that differs.
     """
-    if given.plan is not None or (given and given[:2] != of_model[:2]):
-        problem = f"are {given.tp!r} and {given.ep!r}, and from_pretrained had {of_model.tp!r} and {of_model.ep!r}"
-        raise FzeroError("tp, ep", problem, "give them, and plan=, to from_pretrained alone")
+    if given.plan is not None or (given.axes and given[:3] != of_model[:3]):
+        problem = f"are {given[:3]}, and from_pretrained had {of_model[:3]}"
+        raise FzeroError("tp, ep, sp", problem, "give them, and plan=, to from_pretrained alone")
     return of_model
 
 
@@ -95,13 +106,13 @@ def check_mesh_of(wish: Wish, mesh: Any) -> None:
     Raises:
         FzeroError: naming the axis; for a plan without an axis.
     """
-    if wish.plan is not None and not wish:
+    if wish.plan is not None and wish.tp is None and wish.ep is None:
         raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
-    if wish and mesh is None:
-        axis = wish.tp if wish.ep is None else wish.ep
+    if wish.axes and mesh is None:
+        axis = wish.axes[0]
         way_out = 'give mesh=init_device_mesh("cuda", (4, 2), mesh_dim_names=("fsdp", "tp"))'
         raise FzeroError(repr(axis), "is no axis of a mesh: none is given", way_out)
-    if wish:
+    if wish.axes:
         wish.find_axes(mesh_shape(mesh))
 
 
@@ -111,7 +122,7 @@ def check_shared(wish: Wish, model: Any, buffers: Any) -> None:
     Raises:
         FzeroError: for adapters, and for running statistics.
     """
-    if not wish:
+    if not wish.axes:
         return
     way_out = "leave tp and ep out, or train it by fzero.hf.parallel and fzero.shard"
     if has_adapters(model):
@@ -144,7 +155,7 @@ def check_whole(output: Any) -> Any:
 def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
     """Within this context, modules run with the effects of their rules: so does a function that is lowered there."""
     rules = sharing.rules
-    if not rules:
+    if not rules and sharing.sequence is None:
         yield
         return
     replaced: list[tuple[nn.Module, Any]] = []
@@ -158,6 +169,8 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
             rule = rules.get(name)
             if rule is not None and rule.style.effect is not None:
                 replace(module, _run_with(rule, module, module.forward))
+        if sharing.sequence is not None:
+            replace(model, cut_sequence(model, *sharing.sequence))
         replace(model, _name_shapes(model, {rule.axis for rule in rules.values()}))
         yield
     finally:

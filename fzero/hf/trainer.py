@@ -108,10 +108,11 @@ class Trainer(Updates):
         quantize: Any = None,
         tp: Axis | None = None,
         ep: Axis | None = None,
+        sp: Axis | None = None,
         plan: Plan | None = None,
         **named: Any,
     ) -> None:
-        self._coding, self._wish = read_quantize(quantize), Wish(tp, ep, plan)
+        self._coding, self._wish = read_quantize(quantize), Wish(tp, ep, sp, plan)
         self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
