@@ -2,6 +2,7 @@
 
     python tools/parallel_trainer.py [family ...]               # virtual ranks (fsdp 2, tp 2)
     python tools/parallel_trainer.py --ranks 4 [family ...]     # gloo ranks (fsdp 2, tp 2)
+    python tools/parallel_trainer.py --axis sp [family ...]     # virtual ranks (fsdp 2, sp 2), or ep
 
 Each family trains three updates and evaluates, at stages 1 to 3, with one and with two microbatches, with and without
 gradient checkpointing. Then its folder of `save_model` is loaded in plain transformers, its last update is repeated
@@ -37,6 +38,7 @@ from transformers import TrainingArguments, default_data_collator
 
 import fzero.hf
 from fzero import VirtualMesh
+from fzero.base.mesh import mesh_shape
 
 TINY = {"Llama": "llama", "Qwen3": "qwen3", "Mixtral": "mixtral", "GPT-NeoX": "gpt_neox", "gpt-oss": "gpt_oss"}
 NAMES = (*TINY, "DeepSeek-V3", "GPT-2", "T5")
@@ -126,9 +128,11 @@ def compare(name: str, folder: Path, mesh: Any, case: Case, theirs: Any, process
     """How far a case is from the plain one. All ranks call it together."""
     stage, microbatches, _ = case
     at = folder / f"{stage}{case[1]}{case[2]}"
-    ours = train(fzero.hf.Trainer, name, at, case, processes, mesh=mesh, tp="tp", stage=stage)
+    axis = mesh_shape(mesh).names[1]
+    how: dict[str, Any] = {axis: axis}
+    ours = train(fzero.hf.Trainer, name, at, case, processes, mesh=mesh, stage=stage, **how)
     apart = [differ(ours["logs"], theirs["logs"]), differ([ours["evaluation"]], [theirs["evaluation"]])]
-    pretrained = fzero.hf.from_pretrained(at / "model", mesh, tp="tp", cls=type(make(name)), dtype=make(name).dtype)
+    pretrained = fzero.hf.from_pretrained(at / "model", mesh, cls=type(make(name)), dtype=make(name).dtype, **how)
     tiny_models.batch_experts(pretrained.model)
     if generate(pretrained, name) != theirs["tokens"]:
         raise SystemExit(f"{name}, {case}: other tokens")
@@ -157,8 +161,8 @@ def run_family(name: str, folder: Path, mesh: Any, processes: int, theirs: Any, 
     return f"| {name} | {len(cases)} | " + " | ".join(f"{max(column):.1e}" for column in zip(*rows)) + " |"
 
 
-def run_rank(names: list[str], folder: Path, cases: list[Case]) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
+def run_rank(names: list[str], axis: str, folder: Path, cases: list[Case]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", axis))
     for name in names:
         theirs = {int(key): x for key, x in json.loads((folder / name / "plain.json").read_text()).items()}
         row = run_family(name, folder / name, mesh, mesh["fsdp"].size(), theirs, cases)
@@ -171,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(NAMES), help=f"of {', '.join(NAMES)}")
     parser.add_argument("--ranks", type=int, default=0, help="gloo ranks, two of which share layers")
+    parser.add_argument("--axis", default="tp", choices=("tp", "ep", "sp"), help="along which two ranks share a model")
     parser.add_argument("--few", action="store_true", help="stage 3, two microbatches and checkpointing alone")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -178,7 +183,7 @@ def main() -> None:
     cases: list[Case] = [(3, 2, True)] if given.few else list_cases()
     if given.rank_of is not None:
         dist.init_process_group("gloo")
-        run_rank(given.names, given.rank_of, cases)
+        run_rank(given.names, given.axis, given.rank_of, cases)
         return
     print("| family | cases | logs | evaluation | weights |" + ("" if given.ranks else " resumed |"))
     print("|---|---|---|---|---|" + ("" if given.ranks else "---|"))
@@ -188,11 +193,15 @@ def main() -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 theirs = run_plain(name, folder / name)
             if not given.ranks:
-                print(run_family(name, folder / name, VirtualMesh(fsdp=2, tp=2), 1, theirs, cases), flush=True)
+                print(
+                    run_family(name, folder / name, VirtualMesh(**{"fsdp": 2, given.axis: 2}), 1, theirs, cases),
+                    flush=True,
+                )
                 continue
             (folder / name / "plain.json").write_text(json.dumps(theirs))
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-            command += ["--nproc-per-node", str(given.ranks), __file__, name, "--rank-of", str(folder)]
+            command += ["--nproc-per-node", str(given.ranks), __file__, name, "--axis", given.axis]
+            command += ["--rank-of", str(folder)]
             command += ["--few"] if given.few else []
             subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3600)
 

@@ -86,6 +86,7 @@ class Sharers(Together):
     """
 
     accelerator: Any
+    _may_share = True
     _wish: Wish = Wish()
     _sharing: Sharing = ALONE
 
@@ -93,6 +94,12 @@ class Sharers(Together):
     def _data(self) -> tuple[str, ...] | None:
         """The axes along which ranks take different batches; None for what the names of axes say."""
         return self._wish.find_data(self.mesh) if self._wish.axes else None
+
+    @property
+    def _data_of_state(self) -> tuple[str, ...] | None:
+        """The data axes of a program of state alone, in which nothing differs along an axis of parts of a sequence."""
+        of_layers = self._wish._replace(sp=None)
+        return (of_layers.find_data(self.mesh) or mesh_shape(self.mesh).names) if self._wish.axes else None
 
     @property
     def _copies(self) -> int:
@@ -106,6 +113,9 @@ class Sharers(Together):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers' `create_accelerator_and_postprocess`."""
+        if self._wish.axes and not self._may_share:
+            problem = f"are {self._wish[:3]}, and {type(self).__name__} calls the model outside of programs"
+            raise FzeroError("tp, ep, sp", problem, "leave them out, or give the data to fzero.hf.Trainer")
         super().create_accelerator_and_postprocess()
         if self._data is not None and self.args.world_size > 1:
             DataRanks.share(self.accelerator, find_ranks(self.mesh), self._data)

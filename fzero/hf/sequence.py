@@ -31,14 +31,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from fzero import all_gather, axis_index, axis_size, parallel, psum
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import find_caches, find_parts
-from fzero.hf.sequence_models import MODEL_TYPES
+from fzero.hf.sequence_models import LAYER_TYPES, MODEL_TYPES
 from fzero.hf.styles import Axis, set_attributes, take_block
 
 NAME = "fzero_sequence"
 """The attention of this file, and its masks, in the registries of transformers."""
 INNER = ("sdpa", "eager")
 """The attentions of transformers that it goes around."""
-CUT = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels", "token_type_ids")
+CUT = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 """The inputs [rows, places, ...] of which a rank has a block."""
 WHOLE = ("attention_mask", "num_items_in_batch")
 IGNORED = -100
@@ -69,6 +69,10 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
             that is not of `INNER`; for positions that depend on the longest sequence.
     """
     config = model.config.get_text_config()
+    others = {*(getattr(config, "layer_types", None) or ())} - LAYER_TYPES
+    if others:
+        problem = f"has {min(others)!r}, whose layers look at other places"
+        raise FzeroError("model: layer_types", problem, "leave sp out")
     if config.model_type not in MODEL_TYPES:
         problem = f"{type(model).__name__} is a {config.model_type}, which was not tried on parts of a sequence"
         way_out = f"leave sp out; these were: {', '.join(MODEL_TYPES)}"

@@ -242,8 +242,9 @@ class Trainer(Updates):
         """How programs are made: keywords of `fzero.shard`."""
         return self._plan.how
 
-    def _compile(self, what: str, function: Callable[..., Any]) -> Any:
-        return compile_function(function, self.mesh, title=f"Trainer: {what}", data=self._data, **self._how)
+    def _compile(self, what: str, function: Callable[..., Any], *, has_batch: bool = False) -> Any:
+        data = self._data if has_batch else self._data_of_state
+        return compile_function(function, self.mesh, title=f"Trainer: {what}", data=data, **self._how)
 
     def _compile_evaluation(self, evaluate: Call) -> Wrapped:
         """The model whose calls compute outputs in evaluation mode."""
@@ -253,7 +254,7 @@ class Trainer(Updates):
             # a number would become the mean over ranks; one element stays this rank's own
             return tree.map(lambda x: x.reshape(1) if isinstance(x, Tensor) and not x.ndim else x, output)
 
-        self._forward = self._compile("evaluation step", forward)
+        self._forward = self._compile("evaluation step", forward, has_batch=True)
         return Wrapped(self.model, self._infer)
 
     def _compile_training(self, train: Call) -> None:
@@ -279,7 +280,7 @@ class Trainer(Updates):
             return optim.apply_updates(params, updates), opt_state
 
         begin, add = make_sums(share)
-        self._begin, self._add = self._compile("training step", begin), self._compile("training step", add)
+        self._begin, self._add = (self._compile("training step", each, has_batch=True) for each in (begin, add))
         self._clip = self._compile("clipping of gradients", clip)
         self._norm = self._compile("norm of gradients", optim.global_norm)
         self._update = self._compile("update", update)
