@@ -163,7 +163,7 @@ class Files(Sharers):
             read = functools.partial(checkpoint.load_hf, folder, model_or_config=self.model)
         has_buffers = held.buffers is not None  # then each of the two trees is a part of the files
         how = {"split": self._sharing.split or None, **self._plan.held}
-        params = read(like=held.params, mesh=self.mesh, strict=not has_buffers, **how)
+        params = read(like=held.params, mesh=self.mesh, strict=not (has_buffers or _has_constants(self.model)), **how)
         if has_buffers:
             held = held._replace(buffers=read(like=held.buffers, mesh=self.mesh, strict=False, persist=WHOLE))
         self.sharded = held._replace(params=params)
@@ -197,6 +197,11 @@ class Files(Sharers):
         gather = gather_words(self._members, "a write of the Trainer", f"to {folder}")
         way_out = "mend that, and save again"
         do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
+
+
+def _has_constants(model: torch.nn.Module) -> bool:
+    """Whether a model has buffers that are in its files, such as biases of routers, beside parameters."""
+    return any(name not in x._non_persistent_buffers_set for x in model.modules() for name in x._buffers)
 
 
 def move_model(source: Path, target: Path) -> None:

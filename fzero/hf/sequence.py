@@ -41,6 +41,8 @@ INNER = ("sdpa", "eager")
 CUT = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 """The inputs [rows, places, ...] of which a rank has a block."""
 WHOLE = ("attention_mask", "num_items_in_batch")
+REFUSED = ("output_attentions", "output_router_logits", "logits_to_keep")
+"""What a rank has of its own places alone, as an argument or in a configuration."""
 IGNORED = -100
 
 
@@ -141,8 +143,9 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
     if length % world:
         problem = f"has {length} places, for {world} ranks along {axis!r}"
         raise FzeroError(f"{name}: input_ids", problem, f"pad to a multiple of {world}, such as by pad_to_multiple_of=")
-    for key, x in inputs.items():
-        wants_parts = key in ("output_attentions", "output_router_logits", "logits_to_keep") and x
+    asked = {name: getattr(model.config.get_text_config(), name, None) for name in REFUSED}
+    for key, x in {**asked, **inputs}.items():
+        wants_parts = key in REFUSED and x
         if wants_parts or (isinstance(x, Tensor) and key not in CUT + WHOLE) or key in find_caches(inputs):
             problem = "is given, and it is not known how ranks that have parts of a sequence share it"
             raise FzeroError(f"{name}: {key}", problem, "leave it out, or leave sp out")

@@ -44,8 +44,10 @@ def make_step(apply: Any, **how: Any) -> Any:
 
 def make(name: str) -> Any:
     torch.manual_seed(0)
-    if name == "gpt-oss":  # sinks, and a window in every second layer
-        config = GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=3)
+    if name == "gpt-oss":  # sinks, and a window
+        config = GptOssConfig(
+            **{**SIZES, "num_hidden_layers": 1}, num_local_experts=2, num_experts_per_tok=1, sliding_window=3
+        )
         config._experts_implementation = "batched_mm"
         return GptOssForCausalLM(config).double()
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).double()
