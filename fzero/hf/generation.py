@@ -32,7 +32,7 @@ from fzero.hf.caches import (
     round_up,
 )
 from fzero.hf.checks import check_model
-from fzero.hf.sharing import Wish, check_mesh_of, check_shared, check_whole, find_sharing, share_forwards
+from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import Plan
 from fzero.hf.turns import WHAT, Request, choose, fail
@@ -92,7 +92,7 @@ class Generator:
     ) -> None:
         self.given, self.mesh, self._wish = model, mesh, Wish(tp, ep, sp, plan)
         check_mesh_of(self._wish, mesh)
-        check_shared(self._wish, model, None)
+        check_sharable(self._wish, model, None)
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
 

@@ -18,7 +18,7 @@ from fzero.hf.adapters import add_adapters, gather_adapters, has_adapters, save_
 from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
 from fzero.hf.merging import dequantize_leaves, list_leaves, merge_adapters
-from fzero.hf.sharing import Wish, check_mesh_of, check_shared, find_sharing, share_forwards
+from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import Plan
 from fzero.ranks.live import find_ranks
@@ -153,7 +153,7 @@ def from_pretrained(
     def construct() -> nn.Module:
         model = chosen.from_pretrained(name_or_path, **named)
         made.append(model if peft_config is None else add_adapters(model, peft_config).eval())
-        check_shared(wish, made[0], None)
+        check_sharable(wish, made[0], None)
         sharing = find_sharing(made[0], wish, mesh)
         if wish.axes:
             how["split"].update(sharing.split)

@@ -116,7 +116,7 @@ def check_mesh_of(wish: Wish, mesh: Any) -> None:
         wish.find_axes(mesh_shape(mesh))
 
 
-def check_shared(wish: Wish, model: Any, buffers: Any) -> None:
+def check_sharable(wish: Wish, model: Any, buffers: Any) -> None:
     """Refuse a model whose layers ranks cannot share here.
 
     Raises:

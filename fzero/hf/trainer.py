@@ -38,7 +38,7 @@ from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, ma
 from fzero.hf.pretrained import Pretrained, join_slices
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
-from fzero.hf.sharing import Wish, check_mesh_of, check_shared, check_whole, choose_wish, find_sharing, share_forwards
+from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, choose_wish, find_sharing, share_forwards
 from fzero.hf.signatures import join_signatures
 from fzero.hf.sliced import call_narrow
 from fzero.hf.styles import Axis
@@ -175,7 +175,7 @@ class Trainer(Updates):
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
-        check_shared(self._wish, pretrained.model, buffers)
+        check_sharable(self._wish, pretrained.model, buffers)
         self._sharing = find_sharing(pretrained.model, self._wish, pretrained.mesh)
         params = place(self._quantize(pretrained.params, pretrained.model), self._plan)
         self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
@@ -195,7 +195,7 @@ class Trainer(Updates):
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
-        check_shared(self._wish, self.model, lowered.buffers)
+        check_sharable(self._wish, self.model, lowered.buffers)
         self._sharing = find_sharing(self.model, self._wish, self.mesh)
         held = {"split": self._sharing.split or None, **self._plan.held}
         params = partition_model(self.model, lowered.params, store, self.mesh, **held)
