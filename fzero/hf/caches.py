@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from fzero import tree
+from fzero import all_gather, tree
+from fzero.base.errors import FzeroError
+from fzero.hf.styles import take_block
+from fzero.ranks.performer import current_performer
 
 LEAST = 16
 """The shortest bucket."""
+HEADS = 1
+"""The dim of heads in keys and values."""
+SHARED = "fzero_shared"
+"""The attribute of a layer that grows: its tensors that ranks join, and the axes along which they do."""
 OLD_NAMES = ("state", "mems", "past_buckets_states")
 """The outputs of models whose cache is tensors, without a class."""
 
@@ -29,6 +36,8 @@ class FixedLayer(cache_utils.CacheLayerMixin):
     A program reads the layer and does not write into it: `update` notes new keys and values in `written`, and `write`
     puts them into the tensors after the program. Before the first `write` there are no tensors, and attention sees the
     new keys and values alone: such a program serves caches of all lengths.
+
+    Ranks that share layers all have the tensors of all heads. In a program each reads its own heads.
     """
 
     is_compileable = True  # transformers then makes masks of the fixed length
@@ -52,9 +61,13 @@ class FixedLayer(cache_utils.CacheLayerMixin):
         if not self.is_initialized:
             return key_states, value_states
         at = self._find_places(key_states.shape[2])
+        keys, values = (
+            take_block(x, axes, HEADS) if (axes := find_parts(new)) else x
+            for x, new in ((self.keys, key_states), (self.values, value_states))
+        )
         return (
-            self.keys.index_copy(2, at, key_states.to(self.keys.dtype)),
-            self.values.index_copy(2, at, value_states.to(self.values.dtype)),
+            keys.index_copy(2, at, key_states.to(keys.dtype)),
+            values.index_copy(2, at, value_states.to(values.dtype)),
         )
 
     def write(self, keys: Tensor, values: Tensor, count: int) -> None:
@@ -154,20 +167,56 @@ def is_filled(cache: Any) -> bool:
 
 
 def copy_cache(cache: Any) -> Any:
-    """A cache that a program may write into. Layers of linear attention write into their tensors."""
+    """A cache that a program may write into. Layers of linear attention write into their tensors. On ranks that share
+    layers, those that grow have this rank's heads."""
     copied = tree.map(lambda x: x, cache)
-    for layer in find_decoder(copied).layers:
+    for layer in _list_layers(copied):
         if isinstance(layer, cache_utils.LinearAttentionLayer):
             vars(layer).update(tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, vars(layer)))
+        for name, axes in vars(layer).get(SHARED, {}).items():
+            setattr(layer, name, take_block(getattr(layer, name), tuple(axes), HEADS))
     return copied
 
 
-def keep_new(cache: Any) -> Any:
-    """A cache with what a program wrote: of a layer of fixed length the new keys and values alone."""
+def keep_new(cache: Any, given: Any) -> Any:
+    """A cache with what a program wrote, which was given `given`: of a layer of fixed length the new keys and values
+    alone. Ranks that share layers join their heads.
+
+    Raises:
+        FzeroError: for state of another layer, of which ranks have parts.
+    """
     for layer in find_decoder(cache).layers:
         if isinstance(layer, FixedLayer):
             (layer.keys, layer.values), layer.written = layer.written or (None, None), None
+    is_known = isinstance(cache, cache_utils.EncoderDecoderCache) and any(given.is_updated.values())
+    for at, layer in enumerate(_list_layers(cache)):
+        if is_known and layer in cache.cross_attention_cache.layers:  # of the encoder's output, as before
+            vars(layer).update(vars(_list_layers(given)[at]))
+            continue
+        shared = {name: axes for name in ("keys", "values") if (axes := find_parts(getattr(layer, name, None)))}
+        for name, axes in shared.items():
+            x = getattr(layer, name)
+            setattr(layer, name, all_gather(x.movedim(HEADS, 0).contiguous(), axes).movedim(0, HEADS))
+        if shared and not isinstance(layer, FixedLayer):
+            setattr(layer, SHARED, shared)
+        if any(map(find_parts, tree.leaves(vars(layer)))):
+            problem = f"a {type(layer).__name__} has state that differs between ranks that share layers"
+            raise FzeroError("generate: the cache", problem, "generate on a mesh without tp and ep")
     return cache
+
+
+def _list_layers(cache: Any) -> list[Any]:
+    """The layers of a cache, those of cross-attention last."""
+    if isinstance(cache, cache_utils.EncoderDecoderCache):
+        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return list(cache.layers)
+
+
+def find_parts(x: Any) -> tuple[str, ...]:
+    """In a step, the model axes along which ranks have parts of a tensor, in order of the mesh."""
+    on = current_performer()
+    axes = on.find_differing(x) if on is not None and isinstance(x, Tensor) else ()
+    return on.mesh.split(on.mesh.join(axes)) if on is not None and axes else ()
 
 
 def absorb(cache: Any, written: Any, count: int) -> Any:

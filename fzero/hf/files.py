@@ -19,10 +19,13 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
+from fzero.hf.data_ranks import Sharers
 from fzero.hf.merging import dequantize_leaves, list_leaves
-from fzero.hf.together import Plain, Together
+from fzero.hf.plan import TrainerPlan
+from fzero.hf.together import Plain
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.models import WHOLE
+from fzero.values.sharded import Sharded
 
 STATE = "fzero"
 """The folder of optimizer state in a checkpoint of the Trainer."""
@@ -36,12 +39,13 @@ WEIGHTS = "model.safetensors"
 _log = logging.getLogger("fzero")
 
 
-class Files(Together):
+class Files(Sharers):
     """The part of the Trainer that writes and reads files. All ranks call each method together."""
 
     model: Any
     state: Any
     sharded: State
+    _plan: TrainerPlan
     _adopt: Callable[[], None]
 
     @check_arguments
@@ -127,9 +131,16 @@ class Files(Together):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         held = State(opt_state=self.sharded.opt_state, scale=self.sharded.scale)
-        checkpoint.save(Path(output_dir) / STATE, held, step=self.state.global_step, keep=1, overwrite=True)
+        save = functools.partial(
+            checkpoint.save, Path(output_dir) / STATE, held, step=self.state.global_step, keep=1, overwrite=True
+        )
+        is_of_slices = any(isinstance(leaf, Sharded) for leaf in tree.leaves(held))
+        if is_of_slices:
+            save()
 
         def write() -> None:
+            if not is_of_slices:  # of SGD without momentum: each rank would write all of it
+                save()
             torch.save(self.optimizer.state_dict(), Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -152,7 +163,8 @@ class Files(Together):
         if is_of_transformers:
             read = functools.partial(checkpoint.load_hf, folder, model_or_config=self.model)
         has_buffers = held.buffers is not None  # then each of the two trees is a part of the files
-        params = read(like=held.params, mesh=self.mesh, strict=not has_buffers)
+        how = {"split": self._sharing.split or None, **self._plan.held}
+        params = read(like=held.params, mesh=self.mesh, strict=not (has_buffers or _has_constants(self.model)), **how)
         if has_buffers:
             held = held._replace(buffers=read(like=held.buffers, mesh=self.mesh, strict=False, persist=WHOLE))
         self.sharded = held._replace(params=params)
@@ -186,6 +198,11 @@ class Files(Together):
         gather = gather_words(self._members, "a write of the Trainer", f"to {folder}")
         way_out = "mend that, and save again"
         do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
+
+
+def _has_constants(model: torch.nn.Module) -> bool:
+    """Whether a model has buffers that are in its files, such as biases of routers, beside parameters."""
+    return any(name not in x._non_persistent_buffers_set for x in model.modules() for name in x._buffers)
 
 
 def move_model(source: Path, target: Path) -> None:

@@ -86,9 +86,9 @@ def read_parallelism(config: Any, world: int) -> dict[str, int]:
         FzeroError: for an axis that there is not, and for sizes that are not those of the ranks.
     """
     for axis, way_out in (
-        ("tp", "leave it out: no tensor axes of modules yet: docs/axes.md"),
-        ("cp", "leave it out: fzero.ops has the collectives for a model of your own"),
-        ("sp", "leave it out: fzero.ops has the collectives for a model of your own"),
+        ("tp", 'leave it out, and give fzero.hf.Trainer mesh= and tp="tp": docs/hf_parallel.md'),
+        ("cp", 'leave it out, and give fzero.hf.Trainer mesh= and sp="sp": docs/hf_parallel.md'),
+        ("sp", 'leave it out, and give fzero.hf.Trainer mesh= and sp="sp": docs/hf_parallel.md'),
     ):
         size = getattr(config, f"{axis}_size", None) or 1
         if size > 1:

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 from fzero import lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.mesh import mesh_shape
 from fzero.hf.adapters import find_base, take_base
 from fzero.hf.caches import (
     OLD_NAMES,
@@ -31,6 +32,9 @@ from fzero.hf.caches import (
     round_up,
 )
 from fzero.hf.checks import check_model
+from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, find_sharing, share_forwards
+from fzero.hf.styles import Axis
+from fzero.hf.tensor_plans import TensorPlan
 from fzero.hf.turns import WHAT, Request, choose, fail
 from fzero.ranks.agreement import meet
 from fzero.ranks.live import find_ranks
@@ -65,15 +69,30 @@ class Generator:
       until all have their results.
     * On a `VirtualMesh` the rows of a prompt are cut over the ranks, so there are a multiple of the ranks.
 
-    `call(apply, params, **inputs)` computes an output, and `how` are keywords of `fzero.shard`.
+    `call(apply, params, **inputs)` computes an output, and `how` are keywords of `fzero.shard`. `tp`, `ep` and `plan`
+    are those of `fzero.hf.parallel`, which split `params`: ranks along these axes call with the same prompts, and have
+    the same random numbers.
 
     Raises:
         FzeroError: for a model without `generate`; where another rank raises an error.
     """
 
     @check_arguments
-    def __init__(self, model: Any, mesh: Any, *, call: Callable[..., Any] | None = None, **how: Any) -> None:
-        self.given, self.mesh = model, mesh
+    def __init__(
+        self,
+        model: Any,
+        mesh: Any,
+        *,
+        call: Callable[..., Any] | None = None,
+        tp: Axis | None = None,
+        ep: Axis | None = None,
+        sp: Axis | None = None,
+        plan: TensorPlan | None = None,
+        **how: Any,
+    ) -> None:
+        self.given, self.mesh, self._wish = model, mesh, Wish(tp, ep, sp, plan)
+        check_mesh_of(self._wish, mesh)
+        check_sharable(self._wish, model, None)
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
 
@@ -97,19 +116,24 @@ class Generator:
     def programs(self) -> dict[str, Any]:
         """The steps "prompt", "token" and "encoder", by name."""
         model: Any = copy_without_values(self.model).eval()
-        apply = lower(model)[1]
-        encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
+        wish = self._wish._replace(sp=None)  # ranks along sp each have the prompts, and all places
+        with share_forwards(model, find_sharing(model, wish, self.mesh)):
+            apply = lower(model)[1]
+            encode = lower(_Encoder(model))[1] if model.config.is_encoder_decoder else None
+        data = (wish.find_data(self.mesh) or mesh_shape(self.mesh).names) if self._wish.axes else None
+        how = {"data": data, **self._how}
 
         def forward(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
-            caches = {name: copy_cache(cache) for name, cache in find_caches(inputs).items()}
+            given = find_caches(inputs)
+            caches = {name: copy_cache(cache) for name, cache in given.items()}
             inputs = {**inputs, **caches}
             kept = inputs.get("logits_to_keep")
             if count is not None and kept:
                 inputs["logits_to_keep"] = torch.arange(kept, device=count.device) + count - kept
             output = self._call(apply, params, **inputs)
             for name in caches.keys() & output.keys():  # the model filled them; `call` may have copied them since
-                output[name] = keep_new(caches[name])
-            return output
+                output[name] = keep_new(caches[name], given[name])
+            return check_whole(output)
 
         def prompt(params: Any, inputs: dict[str, Any], count: Tensor | None) -> Any:
             return forward(params, inputs, count)
@@ -123,7 +147,7 @@ class Generator:
 
         made: dict[str, Callable[..., Any]] = {"prompt": prompt, "token": token, "encoder": encoder}
         return {
-            name: compile_function(function, self.mesh, title=f"generate: forward pass of a {name}", **self._how)
+            name: compile_function(function, self.mesh, title=f"generate: forward pass of a {name}", **how)
             for name, function in made.items()
         }
 

@@ -34,6 +34,7 @@ class Outside(Trainer):
     """
 
     model_wrapped: Any
+    _may_share = False
     _sliced: Sliced | None = None
     _is_bound = False
 

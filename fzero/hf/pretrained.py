@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from fzero.hf.adapters import add_adapters, gather_adapters, has_adapters, save_
 from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
 from fzero.hf.merging import dequantize_leaves, list_leaves, merge_adapters
+from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, find_sharing, share_forwards
+from fzero.hf.styles import Axis
+from fzero.hf.tensor_plans import TensorPlan
 from fzero.ranks.live import find_ranks
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
@@ -29,6 +33,7 @@ class Pretrained(NamedTuple):
 
     `model` has the structure, with parameters on the meta device, and `params` the values. `apply(params, ...)` is the
     model's function, in evaluation mode. `generator(params, ...)` is `generate` with other parameters than these.
+    `wish` says along which axes ranks share the model.
     """
 
     model: nn.Module
@@ -36,6 +41,7 @@ class Pretrained(NamedTuple):
     apply: Apply
     mesh: Any
     generator: Generator
+    wish: Wish = Wish()
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What transformers' `model.generate` returns for these arguments. All ranks call `generate` together, each
@@ -97,6 +103,10 @@ def from_pretrained(
     partition: Any = None,
     peft_config: Any = None,
     quantize: Any = None,
+    tp: Axis | None = None,
+    ep: Axis | None = None,
+    sp: Axis | None = None,
+    plan: TensorPlan | None = None,
     **named: Any,
 ) -> Pretrained:
     """The model of a folder, or of a name on the Hub, in slices.
@@ -114,17 +124,21 @@ def from_pretrained(
     * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
     * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model become
       codes, with `peft_config` for QLoRA.
+    * `tp`, `ep`, `plan`: the axes of `mesh` whose ranks share layers and experts, and further rules, as in
+      `fzero.hf.parallel`. A rank holds slices of its parts.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
         FzeroError: for `device_map` and `quantization_config`, and for files that bitsandbytes quantized; for a `cls`
-            that reads no files; as `fzero.build`.
+            that reads no files; as `fzero.build`, and with `tp` or `ep` as `fzero.hf.parallel`.
     """
     import transformers
 
     coding = read_quantize(quantize)
     _refuse_places(named)
     _refuse_codes(Path(name_or_path))
+    wish = Wish(tp, ep, sp, plan)
+    check_mesh_of(wish, mesh)
     if mesh is None:
         mesh = make_mesh(find_local_rank(None), PORT, None)
     chosen = transformers.AutoModelForCausalLM if cls is None else cls
@@ -132,17 +146,26 @@ def from_pretrained(
         way_out = "give a class of transformers with from_pretrained, such as transformers.AutoModel"
         raise FzeroError("from_pretrained: cls", f"is {cls!r:.80}", way_out)
     made: list[nn.Module] = []
+    how: dict[str, Any] = dict(partition or {})
+    if wish.axes:
+        how["split"] = {}  # that of the plan, once there is a model
 
     def construct() -> nn.Module:
         model = chosen.from_pretrained(name_or_path, **named)
         made.append(model if peft_config is None else add_adapters(model, peft_config).eval())
+        check_sharable(wish, made[0], None)
+        sharing = find_sharing(made[0], wish, mesh)
+        if wish.axes:
+            how["split"].update(sharing.split)
+        stack.enter_context(share_forwards(made[0], sharing))
         return made[0]
 
-    params, apply = build(construct, mesh, seed=seed, **(partition or {}))
+    with ExitStack() as stack:
+        params, apply = build(construct, mesh, seed=seed, **how)
     model = copy_without_values(made[0])
     if coding is not None:
         params = quantize_base(params, model, coding)
-    return Pretrained(model, params, apply, mesh, Generator(model, mesh))
+    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish._asdict()), wish)
 
 
 def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:

@@ -79,7 +79,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def keep_columns(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The rank's own outputs. Conv1D of GPT-2 has their number in an attribute."""
-    with _set(module, nf=getattr(module, "nf", 0) // axis_size(axis)):
+    with set_attributes(module, nf=getattr(module, "nf", 0) // axis_size(axis)):
         return forward(*args, **kwargs)
 
 
@@ -111,17 +111,17 @@ def add_up_experts(module: Any, axis: Axis, forward: Callable[..., Any], *args: 
     bias = getattr(module, "down_proj_bias", None)
     if bias is None or axis_size(axis) == 1:
         return add_up_whole(module, axis, forward, *args, **kwargs)
-    with _set(module, forward=forward):
+    with set_attributes(module, forward=forward):
         return psum(functional_call(module, {"down_proj_bias": bias / axis_size(axis)}, args, kwargs), axis)
 
 
-def take_block(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's block of the last dim of a value that is the same on all ranks."""
-    ranks = axis_size(axis)
+def take_block(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """This rank's block along a dim of a value that is the same on all ranks."""
+    ranks, dim = axis_size(axis), dim % x.ndim
     if ranks == 1:
         return x
-    blocks = x.unflatten(-1, (ranks, x.shape[-1] // ranks))
-    return blocks.index_select(-2, axis_index(axis, x.device).reshape(1)).squeeze(-2)
+    blocks = x.unflatten(dim, (ranks, x.shape[dim] // ranks))
+    return blocks.index_select(dim, axis_index(axis, x.device).reshape(1)).squeeze(dim)
 
 
 def gather(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def look_up(module: Any, axis: Axis, forward: Callable[..., Any], input: Tensor)
         return forward(input)
     local, is_own = find_local(input, module.weight, axis)
     padding = getattr(module, "padding_idx", None)
-    with _set(module, padding_idx=None):
+    with set_attributes(module, padding_idx=None):
         found = forward(local)
     if padding is not None:
         found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
@@ -172,7 +172,7 @@ def dispatch(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor, in
     own = module.num_experts // axis_size(axis)
     is_other = index // own != axis_index(axis, index.device)
     given = torch.where(is_other, own, index % own), weights.masked_fill(is_other, 0)
-    with _set(module, num_experts=own, _is_expert_parallel=True):
+    with set_attributes(module, num_experts=own, _is_expert_parallel=True):
         return psum(forward(x, *given), axis)
 
 
@@ -180,14 +180,14 @@ def divide(names: tuple[str, ...]) -> Effect:
     """Numbers that a module keeps of its whole, such as of heads, are those of the rank's part."""
 
     def run(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _set(module, **{name: getattr(module, name) // axis_size(axis) for name in names}):
+        with set_attributes(module, **{name: getattr(module, name) // axis_size(axis) for name in names}):
             return forward(*args, **kwargs)
 
     return run
 
 
 @contextmanager
-def _set(module: Any, **values: Any) -> Iterator[None]:
+def set_attributes(module: Any, **values: Any) -> Iterator[None]:
     """Attributes of a module within this context."""
     before = {name: getattr(module, name) for name in values if hasattr(module, name)}
     for name in before:

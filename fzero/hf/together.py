@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 import transformers
@@ -30,7 +30,7 @@ from fzero.ranks.together import tell_others
 from fzero.ranks.virtual import ALONE
 
 DISPATCH = "a batch that rank 0 gives to all ranks"
-Plain = transformers.Trainer
+Plain: TypeAlias = transformers.Trainer
 """The class of transformers. A script may put ours in its place: `transformers.Trainer = fzero.hf.Trainer`."""
 
 

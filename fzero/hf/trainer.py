@@ -38,8 +38,11 @@ from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, ma
 from fzero.hf.pretrained import Pretrained, join_slices
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
+from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, choose_wish, find_sharing, share_forwards
 from fzero.hf.signatures import join_signatures
 from fzero.hf.sliced import call_narrow
+from fzero.hf.styles import Axis
+from fzero.hf.tensor_plans import TensorPlan
 from fzero.hf.together import Plain
 from fzero.hf.updates import Updates, clip_to_norm
 from fzero.hf.wrapped import Wrapped
@@ -75,6 +78,8 @@ class Trainer(Updates):
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
+    * `tp`, `ep`, `plan`: the axes of `mesh` whose ranks share layers and experts, and further rules, as in
+      `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
     * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model are held
       and gathered as codes, as in QLoRA.
 
@@ -102,9 +107,13 @@ class Trainer(Updates):
         mesh: Any = None,
         stage: int | None = None,
         quantize: Any = None,
+        tp: Axis | None = None,
+        ep: Axis | None = None,
+        sp: Axis | None = None,
+        plan: TensorPlan | None = None,
         **named: Any,
     ) -> None:
-        self._coding = read_quantize(quantize)
+        self._coding, self._wish = read_quantize(quantize), Wish(tp, ep, sp, plan)
         self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
@@ -113,8 +122,10 @@ class Trainer(Updates):
         self._generator: Generator | None = None
         self._structure: Any = None  # the model that `sharded` has the values of
         pretrained = model if isinstance(model, Pretrained) else None
-        if self.mesh is None and pretrained is not None:
-            self.mesh = pretrained.mesh
+        if pretrained is not None:
+            self._wish = choose_wish(self._wish, pretrained.wish)
+            self.mesh = pretrained.mesh if self.mesh is None else self.mesh
+        check_mesh_of(self._wish, self.mesh)
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers
         device = args.device.type if isinstance(args, transformers.TrainingArguments) else None  # makes the group
         if self.mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -155,7 +166,8 @@ class Trainer(Updates):
     def _list_own(self, stage: int | None) -> list[str]:
         """A line for each argument that transformers' Trainer lacks, but the mesh."""
         coding = {name: "a function" if callable(x) else x for name, x in (self._coding or {}).items()}
-        return [f"configuration stage: {stage}", f"configuration quantize: {coding or None}"]
+        sharing = [f"configuration {name}: {value}" for name, value in self._wish._asdict().items()]
+        return [f"configuration stage: {stage}", f"configuration quantize: {coding or None}", *sharing]
 
     def _take(self, pretrained: Pretrained) -> None:
         """Train parameters that are in slices already."""
@@ -164,6 +176,8 @@ class Trainer(Updates):
         if self.mesh is not None and self.mesh is not pretrained.mesh:
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
+        check_sharable(self._wish, pretrained.model, buffers)
+        self._sharing = find_sharing(pretrained.model, self._wish, pretrained.mesh)
         params = place(self._quantize(pretrained.params, pretrained.model), self._plan)
         self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
         self._structure = pretrained.model
@@ -182,7 +196,10 @@ class Trainer(Updates):
         self._groups = [] if self.optimizer is None else convert_optimizer(self.optimizer, self.model)
         store = find_store(self.model)
         lowered = lower_modes(self.model)
-        params = partition_model(self.model, lowered.params, store, self.mesh, **self._plan.held)
+        check_sharable(self._wish, self.model, lowered.buffers)
+        self._sharing = find_sharing(self.model, self._wish, self.mesh)
+        held = {"split": self._sharing.split or None, **self._plan.held}
+        params = partition_model(self.model, lowered.params, store, self.mesh, **held)
         params = self._quantize(params, copy_without_values(self.model))
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
@@ -213,7 +230,9 @@ class Trainer(Updates):
         if self._wrapped is None or training:
             check_frozen(self.model, self.sharded.params)
             held = tree.paths(self.sharded.buffers)
-            lowered = lower_modes(copy_without_values(self.model, held))
+            copied = copy_without_values(self.model, held)
+            with share_forwards(copied, self._sharing):
+                lowered = lower_modes(copied)
             self._wrapped = self._compile_evaluation(carry_buffers(lowered.evaluate, lowered.buffers))
             if training:
                 self._compile_training(carry_buffers(lowered.train, lowered.buffers))
@@ -224,18 +243,19 @@ class Trainer(Updates):
         """How programs are made: keywords of `fzero.shard`."""
         return self._plan.how
 
-    def _compile(self, what: str, function: Callable[..., Any]) -> Any:
-        return compile_function(function, self.mesh, title=f"Trainer: {what}", **self._how)
+    def _compile(self, what: str, function: Callable[..., Any], *, has_batch: bool = False) -> Any:
+        data = self._data if has_batch else self._data_of_state
+        return compile_function(function, self.mesh, title=f"Trainer: {what}", data=data, **self._how)
 
     def _compile_evaluation(self, evaluate: Call) -> Wrapped:
         """The model whose calls compute outputs in evaluation mode."""
 
         def forward(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-            output = self._call(Bound(evaluate, params, buffers), *args, **kwargs)
+            output = check_whole(self._call(Bound(evaluate, params, buffers), *args, **kwargs))
             # a number would become the mean over ranks; one element stays this rank's own
             return tree.map(lambda x: x.reshape(1) if isinstance(x, Tensor) and not x.ndim else x, output)
 
-        self._forward = self._compile("evaluation step", forward)
+        self._forward = self._compile("evaluation step", forward, has_batch=True)
         return Wrapped(self.model, self._infer)
 
     def _compile_training(self, train: Call) -> None:
@@ -261,7 +281,7 @@ class Trainer(Updates):
             return optim.apply_updates(params, updates), opt_state
 
         begin, add = make_sums(share)
-        self._begin, self._add = self._compile("training step", begin), self._compile("training step", add)
+        self._begin, self._add = (self._compile("training step", each, has_batch=True) for each in (begin, add))
         self._clip = self._compile("clipping of gradients", clip)
         self._norm = self._compile("norm of gradients", optim.global_norm)
         self._update = self._compile("update", update)
@@ -314,7 +334,7 @@ class Trainer(Updates):
             way_out = "save_model(folder), and call generate of fzero.hf.from_pretrained(folder)"
             raise FzeroError("generate", problem, way_out)
         if self._generator is None or self._generator.given is not self.model:
-            self._generator = Generator(self.model, self.mesh, call=self._call, **self._how)
+            self._generator = Generator(self.model, self.mesh, call=self._call, **self._wish._asdict(), **self._how)
         return self._generator(self.sharded.params, *args, **named)
 
     def merge_and_unload(self) -> Pretrained:
@@ -370,7 +390,7 @@ class Trainer(Updates):
     def _share_items(self, items: Any) -> Any:
         """The count of items that a rank's loss is divided by. Virtual ranks each take their part of a batch of this
         process, and the mean of their losses needs their part of the count."""
-        ratio = mesh_shape(self.mesh).size() / self.accelerator.num_processes
+        ratio = self._count_parts()
         return items if items is None or ratio == 1 else items / ratio
 
 

@@ -15,7 +15,6 @@ from fzero.base.state import State
 from fzero.hf.ds_config import list_held_groups, make_schedule
 from fzero.hf.files import Files
 from fzero.hf.optimizers import choose_optimizer, separate_embeddings
-from fzero.hf.plan import TrainerPlan
 from fzero.hf.together import Plain
 from fzero.optim.base import GradientTransformation
 from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
@@ -30,7 +29,6 @@ class Updates(Files):
     lr_scheduler: Any
     accelerator: Any
     sharded: State
-    _plan: TrainerPlan
     _sums: Any
     _groups: list[Group]
     _options: list[dict[str, Any]]

@@ -25,7 +25,7 @@ from hf_models import (
     train_seq2seq,
 )
 from processes import Outcome, refusal, run_cases, values
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import TrainerCallback
 
 import fzero.checkpoint
@@ -43,11 +43,11 @@ def act_as_torchrun(mesh: DeviceMesh) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
 
 
-def make_trainer(cls: Any, folder: Path, **changed: Any) -> Any:
+def make_trainer(cls: Any, folder: Path, how: dict[str, Any] | None = None, **changed: Any) -> Any:
     """A trainer of rows with different lengths: the batches of ranks have different shapes."""
     dataset = make_ragged_dataset()
     data = {"train_dataset": dataset, "eval_dataset": dataset[:8], "data_collator": pad_rows}
-    return cls(make_model(), make_arguments(folder, **changed), **data, compute_metrics=measure)
+    return cls(make_model(), make_arguments(folder, **changed), **data, compute_metrics=measure, **(how or {}))
 
 
 def measure(evaluation: Any) -> dict[str, float]:
@@ -92,6 +92,22 @@ def pad_unequal(mesh: DeviceMesh) -> dict[str, Any]:
         except FzeroError as error:
             found[name] = str(error)
     return found
+
+
+SHARED: dict[str, Any] = {"optim": "sgd", "max_steps": 2, "gradient_accumulation_steps": 1, "warmup_steps": 0}
+
+
+def train_on_ranks_that_share_layers(mesh: DeviceMesh, folder: Path) -> Any:
+    """Logs, evaluation loss, metrics and tokens. Both ranks take all rows. SGD has no state in slices to save."""
+    act_as_torchrun(mesh)
+    shared = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    how = {"mesh": shared, "tp": "tp", "plan": {"transformer.wte": "replicate"}}  # of 61 tokens
+    trainer = make_trainer(fzero.hf.Trainer, folder, how, **SHARED, save_strategy="steps", save_steps=2)
+    trainer.train()
+    prompt = make_ragged_dataset()[0]["input_ids"][None, :5]
+    tokens = trainer.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0).tolist()
+    other = refusal(lambda: trainer.generate(prompt + mesh.get_local_rank(), max_new_tokens=1, pad_token_id=0)).message
+    return (read_logs(trainer), trainer.evaluate()["eval_loss"], find_metrics(trainer)), tokens, other
 
 
 UNEVEN: dict[str, dict[str, Any]] = {
@@ -156,6 +172,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> dict[str, list[Outcome]]:
     cases: dict[str, Any] = {"train": functools.partial(train, folder=folder / "two"), "pad": pad_unequal}
     cases["seq2seq"] = functools.partial(train_seq2seq_on_ranks, folder=folder / "seq2seq")
+    cases["shared"] = functools.partial(train_on_ranks_that_share_layers, folder=folder / "shared")
     cases["apart"] = functools.partial(call_apart, folder=folder / "apart")
     return run_cases(2, {**cases, "uneven": functools.partial(refuse_uneven_batches, folder=folder / "uneven")})
 
@@ -185,6 +202,23 @@ def test_an_encoder_decoder_trains_and_generates_on_two_ranks_as_in_transformers
     expected = train_seq2seq(transformers.Seq2SeqTrainer, "T5", tmp_path)
     for got in values(outcomes["seq2seq"]):
         assert_equal_seq2seq(got, expected)
+
+
+def test_two_ranks_that_share_layers_train_and_generate_as_one(
+    outcomes: dict[str, list[Outcome]], folder: Path, tmp_path: Path
+) -> None:
+    expected = make_trainer(transformers.Trainer, tmp_path, **SHARED)
+    expected.train()
+    prompt = make_ragged_dataset()[0]["input_ids"][None, :5]
+    text = expected.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0).tolist()
+    for (logs, loss, metrics), tokens, other in values(outcomes["shared"]):
+        for ours, theirs in zip(logs, read_logs(expected), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert loss == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-5)
+        assert metrics == pytest.approx(find_metrics(expected), abs=1e-5)
+        assert tokens == text
+        assert "along 'tp'" in other
+    assert (folder / "shared" / "checkpoint-2" / "fzero").is_dir()
 
 
 def test_batches_get_the_length_of_the_longest_rank(outcomes: dict[str, list[Outcome]]) -> None:

@@ -16,6 +16,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.program.blockwise import Coding
 from fzero.state.partition import partition
 from fzero.state.publishing import remove_leftovers
@@ -145,8 +146,8 @@ def _leaf(leaf: Tensor, path: str, source: Source | None, dtype: torch.dtype | N
     if source is None:
         return TensorSource(leaf, path, target, is_frozen(leaf))
     home, stored = getattr(source, "where", source), getattr(source, "stored", source.dtype)
-    if source.shape != leaf.shape:
-        problem = f"has shape {list(source.shape)} in {home}, {list(leaf.shape)} in the tree"
+    if tuple(source.shape) != global_shape(leaf):
+        problem = f"has shape {list(source.shape)} in {home}, {list(global_shape(leaf))} in the tree"
         raise FzeroError(path, problem, "give the tree of the model that was saved, or rename the leaf to another key")
     if not torch.can_cast(stored, target):
         raise FzeroError(path, f"is {stored} in {home}, {target} in the tree", "cast the file or `like`")

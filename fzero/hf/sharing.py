@@ -1,0 +1,320 @@
+"""Sharing: how ranks share the layers of a model: the parts of leaves, and what forwards join, by rules of plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fzero import axis_size, tree
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.hf.adapters import has_adapters
+from fzero.hf.caches import find_caches, find_parts
+from fzero.hf.head_counts import check_counts
+from fzero.hf.sequence import check_sequence, cut_sequence
+from fzero.hf.styles import Axis, Cut, find_style
+from fzero.hf.tensor_plans import Rule, TensorPlan, generalize, list_rules
+
+
+class Wish(NamedTuple):
+    """The arguments `tp`, `ep`, `sp` and `plan` of `fzero.hf.parallel`."""
+
+    tp: Axis | None = None
+    ep: Axis | None = None
+    sp: Axis | None = None
+    plan: TensorPlan | None = None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that are given."""
+        return tuple(axis for axis in self[:3] if axis is not None)
+
+    def find_axes(self, mesh: VirtualMesh) -> dict[Axis, str]:
+        """Each axis that was given, and its name on the mesh.
+
+        Raises:
+            FzeroError: for an axis that the mesh lacks, and for the one that all state is cut over.
+        """
+        axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
+        if self.sp is not None:
+            mesh.join(axes.values() if self.tp != self.ep else {*axes.values()})
+        for axis in axes.values():
+            if mesh.shard_axis in mesh.split(axis):
+                way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
+                raise FzeroError(repr(axis), f"is the axis over which {mesh} cuts all state", way_out)
+        return axes
+
+    def find_data(self, mesh: Any) -> tuple[str, ...] | None:
+        """The axes along which ranks take different examples; None for what the names of axes say."""
+        sizes = mesh_shape(mesh)
+        shared = {name for axis in self.find_axes(sizes).values() for name in sizes.split(axis)}
+        return tuple(name for name in sizes.names if name not in shared) if shared else None
+
+
+class Sharing(NamedTuple):
+    """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts.
+    `sequence` is the axis of ranks that have parts of a sequence, and whether their attention goes by heads."""
+
+    rules: Mapping[str, Rule]
+    split: Mapping[str, tuple[Any, ...]]
+    sequence: tuple[Axis, bool] | None = None
+
+
+ALONE = Sharing({}, {})
+"""Of a model whose layers each rank computes whole."""
+
+
+def find_sharing(model: nn.Module, wish: Wish, mesh: Any) -> Sharing:
+    """How the ranks of a mesh share a model.
+
+    Raises:
+        FzeroError: as `fzero.hf.parallel`.
+    """
+    sizes = mesh_shape(mesh)
+    axes = wish.find_axes(sizes)
+    sequence = None
+    if wish.sp is not None:
+        shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
+        sequence = wish.sp, check_sequence(model, wish.sp, sizes.size(axes[wish.sp]), shared)
+    if wish.tp is None and wish.ep is None:
+        return Sharing({}, {}, sequence)
+    rules = _agree_on_ties(model, list_rules(model, wish.plan, wish.tp, wish.ep))
+    check_counts(model, rules, {axis: sizes.size(name) for axis, name in axes.items()})
+    return Sharing(rules, _find_splits(model, rules), sequence)
+
+
+def choose_wish(given: Wish, of_model: Wish) -> Wish:
+    """How a model that is in slices already is shared.
+
+    Raises:
+        FzeroError: for a wish beside it that differs.
+    """
+    if given.plan is not None or (given.axes and given[:3] != of_model[:3]):
+        problem = f"are {given[:3]}, and from_pretrained had {of_model[:3]}"
+        raise FzeroError("tp, ep, sp", problem, "give them, and plan=, to from_pretrained alone")
+    return of_model
+
+
+def check_mesh_of(wish: Wish, mesh: Any) -> None:
+    """Refuse axes without a mesh that has them.
+
+    Raises:
+        FzeroError: naming the axis; for a plan without an axis.
+    """
+    if wish.plan is not None and wish.tp is None and wish.ep is None:
+        raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
+    if wish.axes and mesh is None:
+        axis = wish.axes[0]
+        way_out = 'give mesh=init_device_mesh("cuda", (4, 2), mesh_dim_names=("fsdp", "tp"))'
+        raise FzeroError(repr(axis), "is no axis of a mesh: none is given", way_out)
+    if wish.axes:
+        wish.find_axes(mesh_shape(mesh))
+
+
+def check_sharable(wish: Wish, model: Any, buffers: Any) -> None:
+    """Refuse a model whose layers ranks cannot share here.
+
+    Raises:
+        FzeroError: for adapters, and for running statistics.
+    """
+    if not wish.axes:
+        return
+    way_out = "leave tp and ep out, or train it by fzero.hf.parallel and fzero.shard"
+    if has_adapters(model):
+        problem = f"{type(model).__name__} has adapters, and no plan names their matrices"
+        raise FzeroError("model", problem, "merge them before, or leave tp and ep out")
+    if buffers is not None:
+        problem = f"{type(model).__name__} has running statistics, which are those of whole layers"
+        raise FzeroError("model", problem, way_out)
+
+
+def check_whole(output: Any) -> Any:
+    """An output of a model in a step, which is the same on ranks that take the same examples. Caches that are not
+    become None: nobody reads them.
+
+    Raises:
+        FzeroError: naming what a rank has a part of.
+    """
+    for name, x in find_caches(output).items() if isinstance(output, dict) else ():
+        if any(map(find_parts, tree.leaves(x))):
+            output[name] = None
+    for path, leaf in zip(tree.paths(output), tree.leaves(output)):
+        axes = find_parts(leaf)
+        if axes:
+            problem = f"is a part on each rank along {axes[0]!r}: {list(leaf.shape)}"
+            raise FzeroError(f"output {path}", problem, "leave it out, such as output_attentions")
+    return output
+
+
+@contextmanager
+def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
+    """Within this context, modules run with the effects of their rules: so does a function that is lowered there."""
+    rules = sharing.rules
+    if not rules and sharing.sequence is None:
+        yield
+        return
+    replaced: list[tuple[nn.Module, Any]] = []
+
+    def replace(module: nn.Module, run: Callable[..., Any]) -> None:
+        replaced.insert(0, (module, vars(module).get("forward")))
+        module.forward = run
+
+    try:
+        for name, module in model.named_modules():
+            rule = rules.get(name)
+            if rule is not None and rule.style.effect is not None:
+                replace(module, _run_with(rule, module, module.forward))
+        if sharing.sequence is not None:
+            replace(model, cut_sequence(model, *sharing.sequence))
+        replace(model, _name_shapes(model, {rule.axis for rule in rules.values()}))
+        yield
+    finally:
+        for module, before in replaced:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+
+def _run_with(rule: Rule, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    effect, axis = rule.style.effect, rule.axis
+    assert effect is not None
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return effect(module, axis, forward, *args, **kwargs)
+
+    return run
+
+
+def _name_shapes(model: nn.Module, axes: Iterable[Axis]) -> Callable[..., Any]:
+    """The forward of a model, with the module where shapes do not fit on ranks that have parts."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            is_of_shapes = any(word in str(error) for word in ("shape", "size", "dim"))
+            if type(error) is not RuntimeError or not is_of_shapes or all(axis_size(axis) == 1 for axis in axes):
+                raise
+            problem = f"its forward does not fit parts of its weights: {str(error).splitlines()[0][:300]}"
+            name = _find_module(model, error) or type(model).__name__
+            raise FzeroError(name, problem, "leave its layers whole: plan={name: 'replicate'}") from error
+
+    return run
+
+
+def _find_module(model: nn.Module, error: BaseException) -> str:
+    """The innermost module whose forward raised an error."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, frame = "", error.__traceback__
+    while frame is not None:
+        found = names.get(id(frame.tb_frame.f_locals.get("self"))) or found
+        frame = frame.tb_next
+    return found
+
+
+# leaves
+
+Use = tuple[nn.Module, str, str]
+"""A module, its name, and the name by which it holds a leaf."""
+
+
+def _list_uses(model: nn.Module) -> dict[int, tuple[Tensor, list[Use]]]:
+    """The places of each leaf, a tied one has several."""
+    found: dict[int, tuple[Tensor, list[Use]]] = {}
+    for path, module in model.named_modules():
+        for name, leaf in module.named_parameters(recurse=False):
+            found.setdefault(id(leaf), (leaf, []))[1].append((module, path, name))
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
+
+
+def _find_rule(rules: Mapping[str, Rule], path: str, name: str) -> Rule | None:
+    """The rule of a leaf: its own, else the one of its module."""
+    return rules.get(_join(path, name), rules.get(path))
+
+
+def _cut(rules: Mapping[str, Rule], leaf: Tensor, use: Use) -> tuple[Axis, Cut] | None:
+    module, path, name = use
+    rule = _find_rule(rules, path, name)
+    cut = None if rule is None else rule.style.cut(module, name, leaf)
+    return None if rule is None or cut is None else (rule.axis, cut)
+
+
+def _agree_on_ties(model: nn.Module, rules: dict[str, Rule]) -> dict[str, Rule]:
+    """Rules in which all modules that share a leaf have the same parts of it.
+
+    An embedding, or a head, without a rule gets the one that fits the other. One with the rule to be whole makes the
+    other whole.
+    """
+    rules = dict(rules)
+    for leaf, uses in _list_uses(model).values():
+        if len(uses) == 1:
+            continue
+        cuts = {use[1]: _cut(rules, leaf, use) for use in uses}
+        given = {cut for cut in cuts.values() if cut is not None}
+        if not given:
+            continue
+        wants_whole = any(cuts[path] is None and _find_rule(rules, path, name) is not None for _, path, name in uses)
+        if wants_whole or len(given) > 1:
+            _make_whole(rules, uses)
+            continue
+        axis, cut = next(iter(given))
+        for module, path, _ in uses:
+            style = _fit(module, cut) if cuts[path] is None else None
+            if style is not None:
+                found = find_style(style)
+                assert found is not None
+                rules[path] = Rule(style, found, axis)
+    return rules
+
+
+def _fit(module: nn.Module, cut: Cut) -> str | None:
+    """The style by which a module whose input and output are whole has parts of a leaf."""
+    if isinstance(module, nn.Embedding):
+        return "embedding_rowwise" if cut == (0, 1) else "embedding_colwise"
+    if isinstance(module, nn.Linear):
+        return "colwise_gather_output" if cut == (0, 1) else "rowwise_split_input"
+    return None
+
+
+def _make_whole(rules: dict[str, Rule], uses: list[Use]) -> None:
+    for _, path, name in uses:
+        rule = _find_rule(rules, path, name)
+        if rule is not None and not rule.style.is_whole:
+            others = ", ".join(_join(*use[1:]) for use in uses if use[1] != path)
+            problem = f"has the style {rule.name!r}, and is one leaf with {others}, which has another"
+            raise FzeroError(_join(path, name), problem, "give both one rule, as plan=")
+        rules.pop(path, None)
+        rules.pop(_join(path, name), None)
+
+
+def _find_splits(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, tuple[Any, ...]]:
+    """The `split` of `fzero.partition`. Layers with the same parts are one rule."""
+    cuts: dict[str, tuple[Any, ...] | None] = {}
+    first = {id(leaf): path for path, leaf in model.named_parameters()}
+    for key, (leaf, uses) in _list_uses(model).items():
+        found = next((cut for use in uses if (cut := _cut(rules, leaf, use)) is not None), None)
+        cuts[first[key]] = None if found is None else (found[0], *found[1])
+    split: dict[str, tuple[Any, ...]] = {}
+    done = set[str]()
+    for path, cut in cuts.items():
+        if cut is None or path in done:
+            continue
+        pattern = generalize(path)
+        alike = [other for other in cuts if fnmatchcase(other, pattern)] if pattern != path else [path]
+        pattern = pattern if all(cuts[other] == cut for other in alike) else path
+        split[pattern] = cut
+        done.update(alike if pattern != path else [path])
+    return split

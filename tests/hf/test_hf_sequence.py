@@ -1,0 +1,122 @@
+"""Parts of a sequence on ranks, `sp=` of `fzero.hf.parallel`, beside one device; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import BertConfig, BertForMaskedLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import fzero
+import fzero.hf
+from fzero import FzeroError, VirtualMesh, tree
+from fzero.hf.sequence_models import MODEL_TYPES
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def make_batch(length: int = 8) -> dict[str, torch.Tensor]:
+    """Rows with unequal numbers of labels in their halves."""
+    tokens = torch.randint(32, (2, length), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[0, 5:] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def make_step(apply: Any, **how: Any) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            output = apply(params, **batch, **how)
+            return output.loss, output.logits
+
+        return fzero.value_and_grad(loss, has_aux=True)(params)
+
+    return step
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "gpt-oss":  # sinks, and a window
+        config = GptOssConfig(
+            **{**SIZES, "num_hidden_layers": 1}, num_local_experts=2, num_experts_per_tok=1, sliding_window=3
+        )
+        config._experts_implementation = "batched_mm"
+        return GptOssForCausalLM(config).double()
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).double()
+
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
+PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1]])
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "windows and sinks, by heads": ("gpt-oss", {"sp": 2}, {}),
+    "packed documents, fewer heads of keys than ranks": ("llama", {"sp": 4}, {"position_ids": PACKED}),
+    "packed documents, by keys": ("llama", {"sp": 8}, {"position_ids": PACKED}),
+    "padding, beside parts of heads": ("llama", {"sp": 2, "tp": 2}, {"attention_mask": PADDED}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
+    name, axes, more = CASES[case]
+    model, batch, mesh = make(name), {**make_batch(), **more}, VirtualMesh(fsdp=1, **axes)
+    params, apply = fzero.hf.parallel(model, mesh, tp="tp" if "tp" in axes else None, sp="sp")
+    step = make_step(apply, use_cache=False)
+    (loss, logits), grads = fzero.simulate(step, mesh, data=("fsdp",))(params, batch)
+    expected = model(**batch, use_cache=False)
+    expected.loss.backward()
+    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-6, atol=0)  # in float32, as in transformers
+    torch.testing.assert_close(logits, expected.logits.detach())
+    whole = fzero.unpartition(grads)
+    for path, grad in zip(tree.paths(whole), tree.leaves(whole)):
+        torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
+
+
+def test_activations_fall_with_the_ranks() -> None:
+    model, batch = make("llama"), make_batch(length=1024)
+    peaks = []
+    for ranks in (2, 4):
+        mesh = VirtualMesh(fsdp=1, sp=ranks)
+        params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp")
+        step = fzero.simulate(
+            fzero.grad(lambda params, batch, run=apply: run(params, **batch).loss), mesh, data=("fsdp",)
+        )
+        peaks.append(step.trace(params, batch).memory().peak)
+    assert 1.7 < peaks[0] / peaks[1] < 2.3
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "has 9 places, for 2 ranks along 'sp'": ({}, {"input_ids": torch.ones(2, 9, dtype=torch.int64)}),
+    "LlamaForCausalLM: inputs_of_mine": ({}, {**make_batch(), "inputs_of_mine": torch.ones(2, 8)}),
+    "attention_mask: has 4 dims": ({}, {**make_batch(), "attention_mask": torch.ones(2, 1, 8, 8)}),
+    "LlamaForCausalLM: output_attentions": ({}, {**make_batch(), "output_attentions": True}),
+    "rope_type: is 'dynamic'": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_refused(words: str) -> None:
+    settings, batch = REFUSED[words]
+    model, mesh = LlamaForCausalLM(LlamaConfig(**{**SIZES, **settings})), VirtualMesh(fsdp=1, sp=2)
+    with pytest.raises(FzeroError) as caught:
+        params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp")
+        fzero.simulate(lambda params: apply(params, **batch).logits, mesh, data=("fsdp",))(params)
+    assert words in str(caught.value)
+
+
+def test_a_model_that_was_not_tried_is_refused() -> None:
+    model = BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8))
+    with pytest.raises(FzeroError, match="BertForMaskedLM is a bert, which was not tried on parts of a sequence"):
+        fzero.hf.parallel(model, VirtualMesh(fsdp=1, sp=2), tp=None, sp="sp")
+
+
+def test_the_page_has_each_type() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hf_parallel.md").read_text()
+    assert [name for name in MODEL_TYPES if f"`{name}`" not in page] == []

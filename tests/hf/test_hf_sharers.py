@@ -1,0 +1,169 @@
+"""The Trainer and `generate` on ranks that share a model, beside transformers; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")  # without which transformers has no Trainer
+
+import torch
+import transformers
+from accelerate import Accelerator
+from hf_models import SEQ2SEQ, make_arguments, make_dataset, make_model, make_pairs, read_evaluations, read_logs
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import fzero
+import fzero.hf
+from fzero import FzeroError, VirtualMesh, tree
+from fzero.hf.data_ranks import DataRanks
+from fzero.hf.outside import Outside
+from fzero.hf.sharing import check_whole
+
+MESH = VirtualMesh(fsdp=2, tp=2)
+
+
+def make(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 62, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **settings}))
+
+
+def train(cls: Any, folder: Path, model: Any = None, resume: Any = None, **how: Any) -> Any:
+    changed = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    arguments = make_arguments(folder, **changed, eval_strategy="epoch", num_train_epochs=1)
+    rows = make_dataset(12)
+    trainer = cls(make() if model is None else model, arguments, train_dataset=rows, eval_dataset=rows[:8], **how)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_equal(ours: Any, theirs: Any, updates: int = 3) -> None:
+    for mine, their in zip(read_logs(ours)[-updates:], read_logs(theirs)[-updates:], strict=True):
+        assert mine == pytest.approx(their, rel=1e-5, abs=1e-5)
+    assert read_evaluations(ours)[-1] == pytest.approx(read_evaluations(theirs)[-1], abs=1e-5)
+
+
+def test_a_model_trains_is_saved_and_resumed_as_in_transformers(tmp_path: Path) -> None:
+    theirs = train(transformers.Trainer, tmp_path / "theirs")
+    mesh = VirtualMesh(fsdp=1, tp=2, sp=2)
+    ours = train(fzero.hf.Trainer, tmp_path / "ours", mesh=mesh, tp="tp", sp="sp")
+    assert_equal(ours, theirs)
+    ours.save_model(str(tmp_path / "model"))
+    read = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    for (name, x), (_, y) in zip(read.named_parameters(), theirs.model.named_parameters(), strict=True):
+        torch.testing.assert_close(x, y, msg=name)
+    pretrained = fzero.hf.from_pretrained(tmp_path / "model", MESH, tp="tp")
+    assert any(leaf.form.layout.split_axes == ("tp",) for leaf in tree.leaves(pretrained.params))
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    resumed = train(fzero.hf.Trainer, tmp_path / "again", pretrained, checkpoint)  # on another mesh, from other weights
+    assert_equal(resumed, theirs, updates=1)
+
+
+def test_an_encoder_decoder_generates() -> None:
+    """Keys of the encoder's output are joined once."""
+    model = SEQ2SEQ["T5"]().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.3 * torch.randn_like(param))
+    prompt = torch.stack([row["input_ids"] for row in make_pairs()[:2]])
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    params, _ = fzero.hf.parallel(model, MESH)
+    got = fzero.hf.Generator(model, MESH, tp="tp")(params, prompt, max_new_tokens=4, do_sample=False)
+    assert got.tolist() == expected.tolist() and len({*map(tuple, got.tolist())}) > 1
+
+
+def test_an_output_of_which_ranks_have_parts_is_refused() -> None:
+    model, tokens = make(attn_implementation="eager"), torch.ones(2, 4, dtype=torch.int64)
+    params, apply = fzero.hf.parallel(model, MESH)
+    step = fzero.simulate(lambda p, x: check_whole(apply(p, x, output_attentions=True)), MESH, data=("fsdp",))
+    with pytest.raises(FzeroError, match=r"output attentions\.0: is a part on each rank along 'tp'"):
+        step.trace(params, tokens)
+
+
+def test_gathers_and_rows_are_those_of_ranks_along_data_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks (tp 2, fsdp 2), the second and the fourth have the second half of the rows."""
+    accelerator: Any = Accelerator(cpu=True)
+    on: Any = SimpleNamespace(mesh=VirtualMesh(tp=2, fsdp=2), ranks=range(4), number=3)
+    DataRanks.share(accelerator, on, ("fsdp",))
+    assert (accelerator.num_processes, accelerator.process_index) == (2, 1)
+    monkeypatch.setattr(Accelerator, "gather", lambda self, x: torch.cat([x, x + 1, x, x + 1]))  # of all ranks
+    accelerator.state = SimpleNamespace(num_processes=4)
+    assert accelerator.gather(torch.tensor([0, 10])).tolist() == [0, 10, 1, 11]
+    assert accelerator.reduce(torch.tensor([2.0])).tolist() == [5.0]
+    with pytest.raises(FzeroError, match="eval_use_gather_object: is True"):
+        accelerator.gather_for_metrics(["text"], use_gather_object=True)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(make_dataset(4))
+
+
+def test_a_stream_that_rank_0_deals_out_is_refused() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    DataRanks.share(accelerator, SimpleNamespace(mesh=MESH, ranks=range(4), number=0), ("fsdp",))  # type: ignore[arg-type]
+    with pytest.raises(FzeroError, match="dispatch_batches: gives each rank other rows of a stream"):
+        accelerator.prepare(torch.utils.data.DataLoader(Stream()))
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "'tp': is no axis of a mesh: none is given": (make, {"mesh": None}),
+    "plan: is given, and neither tp nor ep": (make, {"tp": None, "plan": {"lm_head": "replicate"}}),
+    "has 1 heads, to be split over 2 ranks": (lambda: make(num_key_value_heads=1), {}),
+    "mesh axis 'ep'": (make, {"ep": "ep"}),
+    "is the axis over which": (make, {"tp": "fsdp"}),
+    "LlamaForCausalLM: has no expert plan": (make, {"tp": None, "ep": "tp"}),
+    "quantize": (make, {"quantize": "int8"}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_trainer_refuses(words: str, tmp_path: Path) -> None:
+    construct, how = REFUSED[words]
+    with pytest.raises(FzeroError) as caught:
+        fzero.hf.Trainer(construct(), make_arguments(tmp_path), **{"mesh": MESH, "tp": "tp", **how})
+    assert words in str(caught.value)
+
+
+def test_other_axes_than_those_of_from_pretrained_are_refused(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2))
+    with pytest.raises(FzeroError, match=r"from_pretrained had \(None, None, None\)"):
+        fzero.hf.Trainer(pretrained, make_arguments(tmp_path), tp="tp")
+
+
+def test_a_model_of_peft_is_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(FzeroError, match="has adapters, and no plan names their matrices"):
+        fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=MESH, tp="tp")
+
+
+def test_a_trainer_whose_loss_is_no_program_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FzeroError, match="Outside calls the model outside of programs"):
+        Outside(make(), make_arguments(tmp_path), mesh=MESH, tp="tp")
+
+
+def test_a_checkpoint_has_buffers_that_training_leaves_alone(tmp_path: Path) -> None:
+    """The biases of DeepSeek-V3's routers are in the files of a model, and no parameters."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "q_lora_rank": 4}
+    sizes |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    sizes |= {
+        "num_attention_heads": 2,
+        "kv_lora_rank": 4,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    }
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_experts_per_tok=2))
+    trainer = fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=1))
+    trainer.save_model(str(tmp_path))
+    (tmp_path / "trainer_state.json").write_text("{}")
+    before = fzero.unpartition(trainer.sharded.params)
+    trainer._load_from_checkpoint(str(tmp_path))
+    torch.testing.assert_close(fzero.unpartition(trainer.sharded.params), before, rtol=0, atol=0)
