@@ -1,4 +1,4 @@
-"""Under every option that leaves gradients cut, a gradient is sent as soon as it is there: not all of them at the end."""
+"""A gradient is sent as soon as it is there, under every option that leaves gradients cut, and not at the end."""
 
 from __future__ import annotations
 
@@ -65,6 +65,5 @@ def count_products_behind(program: fzero.Program) -> list[int]:
 
 def test_gradients_are_sent_as_they_come() -> None:
     """Two products behind the gradient of a layer are those of the layer before it."""
-    assert {name: count_products_behind(make_program(**case)) for name, case in CASES.items()} == dict.fromkeys(
-        CASES, [7, 5, 3, 1, 0]
-    )
+    found = {name: count_products_behind(make_program(**case)) for name, case in CASES.items()}
+    assert {name: behind for name, behind in found.items() if behind != [7, 5, 3, 1, 0]} == {}
