@@ -52,7 +52,7 @@ REASONS = {
     "changes this buffer": "by design: the model changes a buffer that is no running statistic",
     "auto_find_batch_size": "refused by name: auto_find_batch_size",
     "relative_step": "refused by name: Adafactor with relative_step",
-    "False is not true": "expects the words of an error of transformers; ours, the same one or an earlier one, has others",
+    "False is not true": "expects the words of an error of transformers; ours, that one or an earlier one, has others",
     "True is not false": "freezes the copy of the model that this command shows it; freeze it before",
     "expected call not found": "compares the copy of the model that this command shows it by identity",
     "cpu_mem_used_peak": "to be mended: the thread of skip_memory_metrics=False counts while a step is traced",

@@ -11,7 +11,7 @@ from typing import Any
 import axes
 import pytest
 import torch
-from budget.test_fit import case
+from test_fit import case
 from test_general import program_of
 
 import fzero
