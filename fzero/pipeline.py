@@ -163,8 +163,6 @@ class Pipeline(Generic[T]):
                 self._cache.insert(0, self._cache.pop(i))
                 return known.finished
         self._check(leaves, treedef)
-        if self._dynamic is not None:
-            self._dynamic.find_places(signature)  # refuses sizes that the user excluded
         with pause_garbage_collection():
             made = self._find_general(signature) or self._make(signature, leaves)
         self._cache.insert(0, made)
@@ -194,7 +192,12 @@ class Pipeline(Generic[T]):
         if self._cache:
             self._report(signature)
         trace_now = partial(self.program, args)
-        return self._finish(signature, entry.trace(trace_now) if entry else trace_now())
+        try:
+            program = entry.trace(trace_now) if entry else trace_now()
+        except Exception:
+            self._generals.forget_try(signature)
+            raise
+        return self._finish(signature, program)
 
     def _generalize(self, signature: Signature, args: tuple[Any, ...]) -> General | None:
         """A general program that a trace with open sizes gives: at once of sizes that the user named, else of those in
@@ -274,13 +277,15 @@ class Pipeline(Generic[T]):
         _log.warning("%s %s: %s", self._name, does, _explain(self._cache, signature, is_full))
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
-        """Refuse state of another mesh, and leaves that a trace cannot see into."""
+        """Refuse state of another mesh, leaves that a trace cannot see into, and sizes that the user excluded."""
         for key, leaf in zip(tree.keys(treedef), leaves):
             if isinstance(leaf, Sharded):
                 if leaf.on is not self.on:
                     raise _refuse_mesh(leaf, self.on)
             else:
                 check_argument(f"argument {tree.dotted(key)}", leaf)
+        if self._dynamic is not None:
+            self._dynamic.find_places((None, treedef, [self._sign(leaf) for leaf in leaves]))
 
 
 def place_state(program: Program, values: Sequence[Any], settle: Callable[[], None] = lambda: None) -> list[Any]:
@@ -336,40 +341,6 @@ def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:
     """The flags among the arguments `values` of a program's step."""
     given = [(flag, values[i]) for i, flag in program.flags]
     return [flag(value.local if isinstance(value, Sharded) else value) for flag, value in given]
-
-
-def create_pass_state(program: Program, on: Ranks) -> dict[str, Sharded]:
-    """Path -> first value, for the state that the passes of a program added."""
-    device = on.choose_device(program.placeholders[-1].meta["val"].device)
-    created = {}
-    for state in program.pass_state:
-        layout = program.layouts[state.bucket]
-        shape = layout.leaves[0].shape if layout.replicated else (len(layout.part(state.leaf, on.rank)),)
-        local = torch.full(shape, state.initial, dtype=state.dtype, device=device)
-        created[state.path] = Sharded(local, layout, state.leaf, on)
-    return created
-
-
-def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Ranks) -> list[Sharded]:
-    """The values of the state that passes added, in the order of the program's arguments.
-
-    Raises:
-        FzeroError: for state that is missing, that no pass keeps, or that has another layout, dtype or mesh.
-    """
-    wanted, given = [state.path for state in program.pass_state], given or {}
-    missing, surplus = [x for x in wanted if x not in given], [x for x in given if x not in wanted]
-    if missing or surplus:
-        path = (missing or surplus)[0]
-        problem = "a pass of this step keeps this state, and it is not given" if missing else "no pass keeps this state"
-        way_out = "give pass_state=step.init_pass_state(*args) first, then what the step returned"
-        raise FzeroError(f"pass_state {path!r}", problem, way_out)
-    for state in program.pass_state:
-        value = given[state.path]
-        wanted_form = program.layouts[state.bucket], state.leaf, on, state.dtype
-        if not isinstance(value, Sharded) or value.form[:4] != wanted_form:
-            problem = "is not the state that this step's passes keep on its mesh, in layout and dtype"
-            raise FzeroError(f"pass_state {state.path!r}", problem, "make it with step.init_pass_state(*args)")
-    return [given[path] for path in wanted]
 
 
 def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:

@@ -28,13 +28,12 @@ from fzero.general.dynamic import Ranges
 from fzero.layout.layout import Layout
 from fzero.layout.parts import take_part
 from fzero.options import choose_rewrite, find_plan_of
+from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
-    create_pass_state,
     list_flags,
-    order_pass_state,
     place_state,
 )
 from fzero.program.plan import Plan

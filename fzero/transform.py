@@ -28,14 +28,13 @@ from fzero.execution.inductor import compile_fragment, compile_open
 from fzero.execution.outline import outline
 from fzero.general.dynamic import Ranges
 from fzero.options import choose_rewrite, find_plan_of
+from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
 from fzero.pipeline import (
     MAX_PROGRAMS,
     Pipeline,
     copy_aliases,
-    create_pass_state,
     list_flags,
-    order_pass_state,
     place_state,
 )
 from fzero.program.open import Template, make_template

@@ -11,7 +11,7 @@ from typing import Any
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST
-from fzero.general.sizes import Place, find_size, list_own_strides
+from fzero.general.sizes import Place, find_size, is_constant, list_own_strides
 from fzero.tracing.signatures import Signature, is_batch
 
 Range = tuple[int, int] | None
@@ -32,12 +32,16 @@ class Dynamic:
     """
 
     def __init__(self, ranges: Ranges, fn: Callable[..., Any]) -> None:
-        given = inspect.signature(fn).parameters.values()
-        self._names = [x.name for x in given if x.kind is not x.KEYWORD_ONLY]
+        try:
+            given = list(inspect.signature(fn).parameters.values())
+        except ValueError:
+            way_out = "wrap it in a function that names its arguments"
+            raise FzeroError("dynamic", f"names arguments, and {fn!r} does not say which it has", way_out) from None
+        self._names = [x.name for x in given if x.kind not in (x.KEYWORD_ONLY, x.VAR_KEYWORD)]
         self._has_more = any(x.kind is x.VAR_POSITIONAL for x in given)
         self._rules: list[tuple[str, int, Range]] = []
         for path, dims in ranges.items():
-            name = path.partition(".")[0]
+            name = path.partition(".")[0] if isinstance(path, str) else ""
             if not any(fnmatchcase(x, name) for x in self._names):
                 near = get_close_matches(name, self._names)
                 way_out = f"write {near[0]!r}" if near else f"name one of {self._names}"
@@ -53,41 +57,42 @@ class Dynamic:
         """The path of a leaf with the name of its parameter: "batch.labels"."""
         at, *rest = key
         last = len(self._names) - 1
-        first = [self._names[last], at - last] if self._has_more and at >= last else [self._names[at]]
-        return tree.dotted([*first, *rest])
+        if self._has_more and at >= last:
+            return tree.dotted([self._names[last], at - last, *rest])
+        return tree.dotted([self._names[at] if at <= last else at, *rest])
 
     def find_places(self, signature: Signature) -> tuple[tuple[Place, ...], ...]:
-        """The dimensions of a call that change. Those of one rule that have one size stand together, with the strides
-        of longer rows in which batches lie. Empty where a size is less than an open one can be.
+        """The dimensions of a call that change, and the strides of longer rows in which batches lie; without those that
+        are less than an open size can be.
 
         Raises:
-            FzeroError: for a rule that no tensor of the call has, for a size outside of its range.
+            FzeroError: for a rule that names no batch of the call, for a size outside of its range.
         """
-        found: dict[tuple[Any, ...], list[Place]] = {}
         named = [self._name(key) for key in tree.keys(signature[1])]
+        found = list[Place]()
         for path, dim, given in self._rules:
             for place in _match(signature, named, path, dim):
                 size = find_size(signature, place)
                 if given is not None and not given[0] <= size <= given[1]:
                     problem = f"dim {place[1]} is {size}, and dynamic says {given[0]} to {given[1]} for {path!r}"
                     raise FzeroError(f"argument {named[place[0]]}", problem, "give other batches, or a wider range")
-                found.setdefault((path, dim, size), []).append(place)
-        for i in dict.fromkeys(i for places in found.values() for i, _ in places):
-            described = signature[2][i]
-            for dim in list_own_strides(described):
-                found.setdefault(("stride", described[3][dim]), []).append((i, len(described[0]) + dim))
-        is_least = all(find_size(signature, places[0]) >= LEAST for places in found.values())
-        return tuple(tuple(dict.fromkeys(places)) for places in found.values()) if is_least else ()
+                found.append(place)
+        for i in dict.fromkeys(i for i, _ in found):
+            count = len(signature[2][i][0])
+            found += [(i, count + dim) for dim in list_own_strides(signature[2][i])]
+        return tuple((place,) for place in dict.fromkeys(found) if find_size(signature, place) >= LEAST)
 
 
 def _match(signature: Signature, named: Sequence[str], path: str, dim: int) -> list[Place]:
-    """The places of a rule."""
-    found = []
+    """The places of a rule. None where its argument has no tensor at all in this call, as one that is None."""
+    argument = path.partition(".")[0]
+    found, has_tensors = list[Place](), False
     for i, (described, leaf) in enumerate(zip(signature[2], named)):
+        has_tensors |= fnmatchcase(leaf.partition(".")[0], argument) and not is_constant(described)
         if is_batch(described) and any(fnmatchcase(leaf, x) for x in (path, f"{path}.*")):
             rank = len(described[0])
             found += [(i, dim % rank)] if -rank <= dim < rank else []
-    if not found:
+    if has_tensors and not found:
         raise FzeroError(f"dynamic[{path!r}]", f"no batch of this call has a dimension {dim} there", "leave it out")
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
 MAX_GENERALS = 3
-"""How often a step is traced with open sizes at most."""
+"""How often a step is traced with open sizes at most, for each structure of its arguments."""
 MORE, FEWER = 16, 4
 """One schedule serves programs of up to so many times more elements, and of so many times fewer. Collectives start too
 late for the compute of much smaller ones: an eighth of the elements takes 5 % more time by the rates, a fourth 1 %."""
@@ -251,7 +252,7 @@ class Generals:
     def __init__(self, name: str) -> None:
         self.name = name
         self._found: list[General] = []  # used last first
-        self._tries = MAX_GENERALS
+        self._tries = Counter[Any]()  # by the structure of the arguments
 
     def find(self, signature: Signature) -> tuple[Any, list[Watch]] | None:
         """What `Finish` makes of the program of a signature, and what it depends on, where a general program fits. None
@@ -289,7 +290,7 @@ class Generals:
             check_general(general, like)
             return general
 
-        return self._try(make, rewrite) if like else None
+        return self._try(make, rewrite, signature) if like else None
 
     def open(
         self,
@@ -302,13 +303,19 @@ class Generals:
         """A general program of the first call of its kind, with these places open. None where there is none."""
         if any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
             return None  # it does not fit these sizes
-        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite)
+        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite, signature)
 
-    def _try(self, make: Callable[[], General], rewrite: Rewrite) -> General | None:
+    def forget_try(self, signature: Signature) -> None:
+        """Do not count the last trace with open sizes: the step itself raises for these arguments."""
+        self._tries[signature[1]] -= self._tries[signature[1]] > 0
+
+    def _try(self, make: Callable[[], General], rewrite: Rewrite, signature: Signature) -> General | None:
         passes = list_passes_of(rewrite)
-        if self._tries <= 0 or any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
+        if any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
-        self._tries -= 1
+        if self._tries[signature[1]] >= MAX_GENERALS:
+            return None
+        self._tries[signature[1]] += 1
         try:
             return make()
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fzero.base.formulas import LEAST
 from fzero.tracing.signatures import Signature, is_batch
 from fzero.tracing.trace import OpenForm
+from fzero.values.sharded import Form
 
 Place = tuple[int, int]
 """A dimension: the position of a leaf among the arguments, and of the dimension in its shape. Behind the dimensions of
@@ -34,6 +35,11 @@ def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int
         pairs = (((i, dim), ((*a[0], *a[3])[dim], (*b[0], *b[3])[dim])) for dim in dims)
         found |= {place: pair for place, pair in pairs if pair[0] != pair[1]}
     return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
+
+
+def is_constant(described: Any) -> bool:
+    """Whether this is the description of what is no tensor."""
+    return not is_batch(described) and not isinstance(described, Form)
 
 
 def list_own_strides(described: Any) -> list[int]:
