@@ -8,7 +8,6 @@ torchrun --nproc-per-node 8 -m fzero doctor --mesh fsdp=2,tp=4
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import resource
@@ -26,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
+from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size
 from fzero.layout.layout import wire
 from fzero.program.comm import Comm
@@ -56,6 +55,7 @@ _PACKAGES = (
     "deepspeed",
 )
 _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_", "HF_HUB_OFFLINE")
+_LAUNCHED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAYS = {
     "Alone": "nothing is sent",
     "Native": "by the collectives of the backend",
@@ -89,24 +89,28 @@ def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
         FzeroError: for a mesh that the ranks do not make, for ranks that do not come.
     """
     facts = find_facts()
+    if mesh is not None:
+        read_mesh("--mesh", mesh)
     if "WORLD_SIZE" not in os.environ:
         ranks = "this process alone; to try collectives: torchrun --nproc-per-node 2 -m fzero doctor"
         return [*_describe(facts.shown), f"ranks        {ranks}", *_advise(facts.advice)]
+    if missing := [name for name in _LAUNCHED if name not in os.environ]:
+        raise FzeroError("the environment", f"has WORLD_SIZE and no {', '.join(missing)}", "start it with torchrun")
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         way_out = "see that each host reaches this address, and that as many processes start as WORLD_SIZE says"
         raise FzeroError("the ranks", f"do not meet at {where}: {error}", way_out) from error
     try:
-        axes = parse_mesh(mesh, dist.get_world_size())
+        shape = choose_mesh(mesh, dist.get_world_size())
         group = dist.group.WORLD
         assert group is not None
         everyone: list[tuple[str, Facts]] = gather_objects((platform.node(), facts), group)
-        on = live(init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)))
+        on = live(init_device_mesh(device, tuple(shape.sizes.values()), mesh_dim_names=shape.names))
         lines = [*_describe(facts.shown), f"ranks        {_name_ranks(everyone)}, {backend}"]
         wrong = list[str]()
         for axis in on.mesh.names:
@@ -127,24 +131,15 @@ def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
         dist.destroy_process_group()
 
 
-def parse_mesh(text: str | None, world: int) -> dict[str, int]:
-    """`"fsdp=2,tp=4"` as axes and their sizes. None: one axis of all ranks."""
-    try:
-        axes = (
-            {name: int(size) for name, size in (each.split("=") for each in text.split(","))}
-            if text
-            else {"fsdp": world}
-        )
-    except ValueError:
-        raise FzeroError("--mesh", f"is {text!r}", "write axes and sizes, as in fsdp=2,tp=4") from None
-    if math.prod(axes.values()) != world or "fsdp" not in axes:
-        problem = (
-            f"is {text}, which is {math.prod(axes.values())} ranks of axes {list(axes)}, and there are {world} ranks"
-        )
+def choose_mesh(text: str | None, world: int) -> VirtualMesh:
+    """The mesh of `--mesh`; without it one axis of all ranks."""
+    mesh = VirtualMesh(fsdp=world) if text is None else read_mesh("--mesh", text)
+    if mesh.size() != world or "fsdp" not in mesh.names:
+        problem = f"is {text}, of {mesh.size()} ranks along {list(mesh.names)}, and there are {world} ranks"
         raise FzeroError(
             "--mesh", problem, f"write axes whose sizes multiply to {world}, with the axis fsdp among them"
         )
-    return axes
+    return mesh
 
 
 # one process

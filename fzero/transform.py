@@ -138,6 +138,8 @@ def shard(
     rewrites = choose_rewrite(
         passes, plan, memory, donate=donate, stage=stage, to=to, reduce_dtype=reduce_dtype, chunk=chunk
     )
+    if compile == "graph" and plan is not None and not plan.in_place:
+        raise FzeroError("compile", "is 'graph', and the plan has in_place=False: state would move", "give another")
     return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes, dynamic)
 
 
@@ -237,17 +239,19 @@ class Step:
 
     def plan(self, *args: Any) -> Plan:
         """The plan of a call with these arguments: all that options, or a budget's search, decided about its program.
-        Print it, save it, or give it to another step: `fzero.shard(fn, mesh, plan=plan)`. No collective."""
+        Print it, save it, or give it to another step: `fzero.shard(fn, mesh, plan=plan)`. No collective but with
+        `cache`: ranks then agree on whether a file has the program."""
         return find_plan_of(self._pipeline.prepare(*tree.flatten(args)).program)
 
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
-        data and as text (`print(step.report(params, opt_state, batch))`). No collective."""
+        data and as text (`print(step.report(params, opt_state, batch))`). No collective but with `cache`."""
         return report_step(self._pipeline.prepare(*tree.flatten(args)).find_program(), args, self._on.rank)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
-        empty where the passes keep none. Give it to the first call as `pass_state`. No collective."""
+        empty where the passes keep none. Give it to the first call as `pass_state`. No collective but with
+        `cache`."""
         return create_pass_state(self._pipeline.prepare(*tree.flatten(args)).program, self._on)
 
     def __call__(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Any:

@@ -82,3 +82,41 @@ def train_lengths(mesh: Any, folder: str) -> int:
     for length in (7, 12, 9):
         step(params, SGD.init(params), tokens((4, length)))
     return traced.count
+
+
+def test_sizes_have_conditions_of_their_own_and_small_ones_stay_closed() -> None:
+    """Two tensors of one rule, equal at the first call alone; one of a single row; an argument that is not given."""
+    w = fzero.partition({"w": torch.ones(3, 3)}, MESH)["w"]
+
+    def step(w: Any, batch: Any, mask: torch.Tensor | None = None) -> Any:
+        return w, sum((x @ w).mean() for x in batch.values()) * (1 if mask is None else mask.mean())
+
+    traced = Traced(step)
+    pairs = [(4, 4), (5, 6), (7, 9)]
+    simulated = fzero.simulate(
+        lambda w, batch, mask=None: traced(w, batch, mask),
+        MESH,
+        donate=False,
+        dynamic={"batch": {0: None}, "mask": {0: None}},
+    )
+    for a, b in pairs:
+        simulated(w, {"a": torch.ones(2 * a, 3), "b": torch.ones(2 * b, 3)})
+    assert traced.count == 2
+    for n in (4, 5, 6):
+        simulated(w, {"one": torch.ones(2, 5, 3), "more": torch.ones(2 * n, 3)})
+    assert traced.count == 4
+
+
+def test_calls_that_raise_use_up_no_trace_with_open_sizes() -> None:
+    w = fzero.partition({"w": torch.ones(3, 3)}, MESH)["w"]
+    traced = Traced(lambda w, x: (w, (x @ w).mean()))
+    simulated = fzero.simulate(lambda w, x: traced(w, x), MESH, donate=False, dynamic={"x": {0: None}})
+    for _ in range(4):
+        with pytest.raises(RuntimeError):
+            simulated(w, torch.ones(8, 4))
+    before = traced.count
+    for rows in (4, 5, 6):
+        simulated(w, torch.ones(2 * rows, 3))
+    assert traced.count == before + 2
+    with pytest.raises(FzeroError, match="does not say which it has"):
+        fzero.simulate(torch.sum, MESH, dynamic={"x": {0: None}})

@@ -65,11 +65,13 @@ def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
     ("options", "problem"),
     [
         (("--mesh", "eight"), "--mesh: is 'eight'; write axes"),
+        (("--mesh", "fsdp=2,fsdp=2"), "each axis once"),
+        (("--mesh", "fsdp=2,cp=2"), "has the axis 'cp'; a plan knows fsdp"),
         (("--mesh", "fsdp=1,tp=3"), "has 4 heads, to be split over 3 ranks"),
         (("--mesh", "fsdp=2", "--memory", "much"), "--memory: "),
         (("--mesh", "fsdp=2", "--memory", "1KiB"), "least peak"),
         (("--mesh", "fsdp=2", "--rates", "/dev/null"), "/dev/null: has no rates"),
-        (("--mesh", "fsdp=2", "--config", "/nowhere"), "is no configuration of a decoder"),
+        (("--mesh", "fsdp=2", "--config", "/nowhere"), "is not there"),
     ],
 )
 def test_what_cannot_be_planned_is_named(

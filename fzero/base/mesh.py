@@ -184,6 +184,20 @@ def virtual_mesh(ranks: VirtualMesh | int) -> VirtualMesh:
     return ranks if isinstance(ranks, VirtualMesh) else VirtualMesh(**{SHARD_AXIS: ranks})
 
 
+def read_mesh(where: str, text: str) -> VirtualMesh:
+    """`"fsdp=64,tp=8"` as a mesh.
+
+    Raises:
+        FzeroError: for what names no axes and sizes, for an axis that is named twice, and as `VirtualMesh`.
+    """
+    pairs = [[part.strip() for part in each.split("=")] for each in text.split(",")]
+    names = [pair[0] for pair in pairs]
+    is_mesh = all(len(pair) == 2 and pair[0].isidentifier() and pair[1].isdecimal() for pair in pairs)
+    if not is_mesh or len(set(names)) < len(names):
+        raise FzeroError(where, f"is {text!r}", "write axes and sizes, each axis once, as in fsdp=64,tp=8")
+    return VirtualMesh(**{name: int(size) for name, size in pairs})
+
+
 def mesh_shape(mesh: Any, *, has_devices: bool = False) -> VirtualMesh:
     """The axis names and sizes of a torch `DeviceMesh`. A `VirtualMesh` is returned unchanged.
 

@@ -103,7 +103,8 @@ class Builder:
         """Node -> its region. Those of a segment that computes values again have one region together."""
         known = (self._names[i] for _, saved in self._saved for i in saved) if plan.again else ()
         check_names("again", plan.again, known, "the values that the step can compute again")
-        check_names("on_host", plan.on_host, self._names, "the values of the step")
+        computed = (name for name, node in zip(self._names, self.numbered.graph.nodes) if node.op == "call_function")
+        check_names("on_host", plan.on_host, computed, "the values of the step")
         again, moved = (
             frozenset(i for i, name in enumerate(self._names) if name in names) for names in (plan.again, plan.on_host)
         )

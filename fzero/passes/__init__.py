@@ -6,7 +6,7 @@ In: a traced program, which gathers each leaf where the step uses the leaf. Out:
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from fzero.passes.skip import defer, skip
 from fzero.passes.split import split
 from fzero.passes.stream import stream
 from fzero.passes.verify import verify
-from fzero.program.plan import Plan
+from fzero.program.plan import Plan, check_names
 
 __all__ = [
     "Plan",
@@ -68,12 +68,16 @@ def defaults(plan: Plan = Plan(), **fields: Any) -> tuple[Pass, ...]:  # noqa: B
     `dequantize`, `roll` and `resolve` run before these passes, also before those that a user gives.
 
     Raises:
-        FzeroError: as `Plan`; for a plan that computes values `again` or has them `on_host`, which is decided before.
+        FzeroError: as `Plan`; for a name that is no field; for a plan that computes values `again` or has them
+            `on_host`, or has a `mesh` or `rates`, which count before any pass runs.
     """
-    plan = replace(plan, **fields)
-    for name in ("again", "on_host"):
+    if not isinstance(plan, Plan):
+        raise FzeroError("plan", f"is {plan!r:.80}", "give a Plan, and its fields by name: defaults(stage=2)")
+    check_names("defaults", fields, (field.name for field in dataclasses.fields(Plan)), "a plan")
+    plan = dataclasses.replace(plan, **fields)
+    for name in ("again", "on_host", "mesh", "rates"):
         if getattr(plan, name):
-            raise FzeroError(name, "is decided before any pass runs", "give shard(..., plan=plan) in place of passes")
+            raise FzeroError(name, "counts before any pass runs", "give shard(..., plan=plan) in place of passes")
     return list_passes(plan)
 
 

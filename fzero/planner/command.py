@@ -6,13 +6,13 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
+from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.planner.hardware import ATTAINED, HARDWARE
-from fzero.program.rates import Rates
+from fzero.program.rates import Rates, read_rates
 
 if TYPE_CHECKING:
     from fzero.planner.forecast import Forecast
@@ -26,34 +26,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hardware", choices=HARDWARE, default="h100-sxm", help="of which data sheets are known")
     parser.add_argument("--rates", type=Path, help="a file of JSON with fields of fzero.Rates, such as measured ones")
-    parser.add_argument("--batch", type=int, default=1, help="rows of each group of ranks that share examples")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, one after the other")
+    parser.add_argument("--batch", type=count, default=1, help="rows of each group of ranks that share examples")
+    parser.add_argument("--length", type=count, default=4096, help="tokens of a row")
+    parser.add_argument("--microbatches", type=count, default=1, help="parts of a batch, one after the other")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="by default 3")
+    how.add_argument("--stage", type=int, choices=(1, 2, 3), help="by default 3")
     how.add_argument("--memory", help='a budget that a plan is searched within, as "70GiB"')
     parser.add_argument("--remat", action="store_true", help="the backward pass computes each layer again")
     parser.add_argument("--json", action="store_true", help="numbers in bytes and seconds, in the place of a text")
 
 
-def parse_mesh(text: str) -> VirtualMesh:
-    """`"fsdp=64,tp=8"` as a mesh.
+_AXES = ("fsdp", "replica", "dp", "tp", "ep")
+"""The axes that a plan knows: along the last two ranks share examples, along the others they do not."""
 
-    Raises:
-        FzeroError: for what names no axes and sizes.
-    """
-    try:
-        return VirtualMesh(**{name: int(size) for name, size in (each.split("=") for each in text.split(","))})
-    except (ValueError, TypeError):
-        raise FzeroError("--mesh", f"is {text!r}", "write axes and sizes, as in fsdp=64,tp=8") from None
+
+def count(text: str) -> int:
+    """A whole number from 1 on, as argparse asks for one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
 
 
 def print_plan(options: argparse.Namespace) -> None:
     """Print what a step would take."""
-    from fzero.planner.forecast import Recipe, forecast  # with transformers, which other commands do without
+    try:
+        from fzero.planner.forecast import Recipe, forecast  # with transformers, which other commands do without
+    except ModuleNotFoundError as error:
+        raise FzeroError("plan", f"needs {error.name}, which is not installed", "pip install 'fzero[hf]'") from error
 
-    mesh, hardware = parse_mesh(options.mesh), HARDWARE[options.hardware]
-    rates = hardware.rates(mesh) if options.rates is None else read_rates(options.rates)
+    mesh, hardware = read_mesh("--mesh", options.mesh), HARDWARE[options.hardware]
+    for axis in mesh.names:
+        if axis not in _AXES:
+            raise FzeroError("--mesh", f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
+    rates = hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh)
     if options.memory is not None:
         parse_size("--memory", options.memory)
     recipe = Recipe(options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat)
@@ -70,18 +75,20 @@ def print_plan(options: argparse.Namespace) -> None:
         print("\n".join(describe(found, options, mesh)))
 
 
-def read_rates(path: Path) -> Rates:
-    """Rates from a file.
+def read_file(path: Path, mesh: VirtualMesh) -> Rates:
+    """Rates from a file of JSON.
 
     Raises:
-        FzeroError: for a file that has no rates.
+        FzeroError: for a file that has no rates, or those of an axis that the mesh does not have.
     """
     try:
-        given: dict[str, Any] = json.loads(path.read_text())
-        return Rates(**given | {"axes": tuple(map(tuple, given.get("axes", ())))})
-    except (OSError, ValueError, TypeError) as error:
-        way_out = f"give JSON with the fields {', '.join(Rates._fields)}: json.dumps(step.calibrate(...)._asdict())"
+        rates = read_rates(str(path), json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        way_out = "write json.dumps(step.calibrate(...)._asdict()) to it"
         raise FzeroError(str(path), f"has no rates: {error}", way_out) from error
+    if unknown := [axis for axis, _ in rates.axes if not mesh.has(axis)]:
+        raise FzeroError(str(path), f"has rates of {unknown}, and {mesh} has no such axis", "give those of this mesh")
+    return rates
 
 
 def describe(found: Forecast, options: argparse.Namespace, mesh: VirtualMesh) -> list[str]:

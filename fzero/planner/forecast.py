@@ -72,11 +72,13 @@ class Forecast(NamedTuple):
 
 def make_model(config: Path, remat: bool) -> Any:
     """The model of a config.json of transformers, a decoder, on the meta device."""
+    if not config.exists():
+        raise FzeroError(str(config), "is not there", "give a config.json, or a folder that has one")
     try:
-        described = AutoConfig.from_pretrained(config)
+        described = AutoConfig.from_pretrained(config, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described, dtype=torch.float32).train()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any class: transformers checks a configuration by classes of others
         problem = f"is no configuration of a decoder of transformers: {error}"
         raise FzeroError(str(config), problem, "give a config.json, or a folder that has one") from error
     if remat:

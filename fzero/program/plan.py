@@ -16,9 +16,11 @@ import torch
 from fzero.base.arguments import check_arguments, is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.base.placement import Disk, Host, Placement, check_placement
+from fzero.base.placement import Placement, check_placement
+from fzero.base.placement import disk as make_disk
+from fzero.base.placement import host as make_host
 from fzero.base.sizes import parse_size
-from fzero.program.rates import Rates
+from fzero.program.rates import Rates, check_rates, read_rates
 
 REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VERSION = 1
@@ -69,6 +71,14 @@ class Plan:
         for name in _SETS:
             object.__setattr__(self, name, _freeze(name, getattr(self, name)))
         check_placement(self.to)
+        for name, kind in (("in_place", bool), ("mesh", VirtualMesh | None), ("rates", Rates | None)):
+            if not isinstance(getattr(self, name), kind):
+                raise FzeroError(name, f"is {getattr(self, name)!r:.80}", f"give a value of {kind}")
+        if self.rates is not None:
+            check_rates("rates", self.rates)
+        if both := self.again & self.on_host:
+            problem = f"are both computed again and moved to the host: {', '.join(sorted(both)[:_NEAREST])}"
+            raise FzeroError("again and on_host", problem, "name each value in one of them")
         if self.ahead is not None and (not is_whole(self.ahead) or self.ahead < 0):
             raise FzeroError("ahead", f"is {self.ahead!r}", "give a number of bytes from 0 on, or None")
         if self.chunk is not None:
@@ -104,7 +114,12 @@ class Plan:
         usual, rows = _write(Plan()), {_VERSION_KEY: VERSION, "stage": self.stage}
         rows |= {name: x for name, x in _write(self).items() if x != usual[name]}
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in rows.items())
-        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        try:
+            Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        except OSError as error:
+            raise FzeroError(
+                f"plan {os.fspath(path)!r}", f"is not written: {error}", "give a file that can be"
+            ) from error
 
     @staticmethod
     @check_arguments
@@ -117,7 +132,7 @@ class Plan:
         where = f"plan {os.fspath(path)!r}"
         try:
             rows = json.loads(Path(path).read_text())
-            if rows.pop(_VERSION_KEY) != VERSION:
+            if rows.pop(_VERSION_KEY) is not VERSION:
                 raise TypeError(f"of another version than {VERSION}")
             check_names("keys", rows, (field.name for field in fields(Plan)), "a plan")
             return Plan(**{name: _FORMS[name][1](x) if name in _FORMS else x for name, x in rows.items()})
@@ -170,14 +185,22 @@ def _write(plan: Plan) -> dict[str, Any]:
     return {name: x if x is None or name not in _FORMS else _FORMS[name][0](x) for name, x in given.items()}
 
 
+def _read_place(host: dict[str, Any] | None = None, disk: str | None = None) -> Placement:
+    if (host is None) == (disk is None):
+        raise TypeError("`to` is of the host or of a disk")
+    if host is None:
+        return make_disk(str(disk))
+    return make_host(**host)
+
+
 _FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     **dict.fromkeys(_SETS, (sorted, lambda names: names)),
     "to": (
-        lambda place: {"host": {"pin": place.pin}} if isinstance(place, Host) else {"disk": str(place.path)},
-        lambda data: Host(**data["host"]) if "host" in data else Disk(Path(data["disk"])),
+        lambda place: {"host": {"pin": place.pin}} if place.where == "host" else {"disk": str(place.path)},
+        lambda data: _read_place(**data),
     ),
     "reduce_dtype": (lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
     "mesh": (lambda mesh: mesh.sizes, lambda sizes: VirtualMesh(**sizes)),
-    "rates": (Rates._asdict, lambda data: Rates(**data | {"axes": tuple(map(tuple, data["axes"]))})),
+    "rates": (Rates._asdict, lambda data: read_rates("rates", data)),
 }
 """Field -> the functions to plain data of JSON, and back."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.program.comm import Comm
 from fzero.program.work import Work
@@ -50,6 +51,31 @@ class Rates(NamedTuple):
             return 0.0
         wire = self.wire_along(comm.axis, mesh) if self.axes else self.wire
         return self.latency + bus_bytes(comm, mesh) / wire
+
+
+def read_rates(where: str, given: Any) -> Rates:
+    """Rates of plain data, such as `Rates._asdict()` through JSON.
+
+    Raises:
+        FzeroError: for a name that is no rate, for one that is missing, and as `check_rates`.
+    """
+    try:
+        axes = tuple((str(axis), wire) for axis, wire in given.get("axes", ()))
+        rates = Rates(**{**given, "axes": axes})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise FzeroError(where, f"is no rates: {error}", f"give {', '.join(Rates._fields)}") from error
+    check_rates(where, rates)
+    return rates
+
+
+def check_rates(where: str, rates: Rates) -> None:
+    """Refuse rates that are no positive numbers; `launch` and `latency` may be 0."""
+    named = {**rates._asdict(), **{f"axes {axis!r}": wire for axis, wire in rates.axes}}
+    del named["axes"]
+    for name, value in named.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (value > 0 or (value == 0 and name in ("launch", "latency"))):
+            raise FzeroError(where, f"has {name} {value!r}", "give a positive number")
 
 
 def bus_bytes(comm: Comm, mesh: VirtualMesh) -> float:

@@ -121,7 +121,12 @@ def test_a_file_of_a_plan_is_readable_and_one_that_is_none_is_refused(tmp_path: 
         '{"fzero plan": 1, "kep": []}': r"keys: 'kep' is not of a plan; the nearest are keep, ",
         '{"fzero plan": 1, "stage": 4}': "stage: is 4; stages are 0, 1, 2 and 3",
         '{"fzero plan": 1, "keep": "blocks.0"}': "keep: is 'blocks.0'; give names",
-        '{"fzero plan": 1, "to": {"hst": {}}}': "is no plan: KeyError.*disk",
+        '{"fzero plan": 1, "to": {"hst": {}}}': "is no plan: TypeError.*hst",
+        '{"fzero plan": 1, "to": {"host": {}, "disk": "x"}}': "is no plan: TypeError.*of the host or of a disk",
+        '{"fzero plan": 1, "in_place": "no"}': "in_place: is 'no'",
+        '{"fzero plan": true}': "of another version",
+        '{"fzero plan": 1, "again": ["gelu"], "on_host": ["gelu"]}': "both computed again and moved to the host: gelu",
+        '{"fzero plan": 1, "rates": {"flops": "fast"}}': "rates: is no rates: .*memory",
         '{"fzero plan": 1, "reduce_dtype": "float31"}': "is no plan: AttributeError.*float31",
         '{"fzero plan": 1, "mesh": {"fsdp": 0}}': "mesh axis fsdp: has size 0",
     }
@@ -179,7 +184,7 @@ def test_passes_of_a_user_have_no_plan_and_what_they_cannot_do_is_refused() -> N
     assert step.trace(torch.ones(2)).plan is None
     with pytest.raises(FzeroError, match="plan: passes were given to sum, and nothing is known of them"):
         step.plan(torch.ones(2))
-    with pytest.raises(FzeroError, match=r"again: is decided before any pass runs; give shard\(\.\.\., plan=plan\)"):
+    with pytest.raises(FzeroError, match=r"again: counts before any pass runs; give shard\(\.\.\., plan=plan\)"):
         defaults(Plan(again=["gelu"]))
     with pytest.raises(
         FzeroError, match=r"^chunk: is '1KiB', and a plan .*; give plan=dataclasses\.replace\(plan, chunk="
