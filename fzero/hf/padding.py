@@ -30,7 +30,8 @@ def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collecti
 
     Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
     padding. Packed rows, which have `position_ids` and no mask, get none: with a mask a model would not look for their
-    documents. A place of padding has position 0, so it is a document of its own. All `members` call `pad_to_longest` together. Those with equal shapes exchange one number.
+    documents. A place of padding has position 0, so it is a document of its own. All `members` call `pad_to_longest`
+    together. Those with equal shapes exchange one number.
 
     Raises:
         FzeroError: on all ranks, naming the input, for ranks with unequal numbers of rows, and for an input whose

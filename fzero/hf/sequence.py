@@ -157,6 +157,7 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
     if places is not None and places.ndim != 2:
         raise FzeroError(f"{name}: position_ids", f"has {places.ndim} dims", "give [rows, places]")
     has_cache = inputs.get("use_cache", getattr(config.get_text_config(), "use_cache", False))
+    has_cache = has_cache and not (torch.is_grad_enabled() and _is_checkpointed(model))
     is_packed = places is not None and mask is None and not has_cache  # as transformers decides it
     labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
     if labels is None and "labels" in inputs:
@@ -180,6 +181,11 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
     mask = None if mask is None else mask.bool()
     sequence = Sequence(axis, inner, by_heads, length, mask, packed, labels, items, [])
     return sequence, {**inputs, "use_cache": False}
+
+
+def _is_checkpointed(model: Any) -> bool:
+    """Whether layers are computed again in the backward pass: transformers then makes no cache."""
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 
 def _compute_loss(logits: Tensor, labels: Tensor, vocab_size: int, **how: Any) -> Tensor:

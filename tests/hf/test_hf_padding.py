@@ -30,7 +30,7 @@ def test_packed_rows_get_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = LlamaForCausalLM(config), torch.tensor([[3, 4, 5, 6, 7, 8]])
     packed = {"input_ids": tokens, "labels": tokens, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     shapes = {name: tuple(x.shape) for name, x in packed.items()}
-    longer = {name: (1, 8) for name in packed}
+    longer = dict.fromkeys(packed, (1, 8))
     monkeypatch.setattr(padding, "_gather_shapes", lambda members, own: [shapes, longer])
     padded = pad_to_longest(packed, ALONE.members, ["labels"], 0)
     assert padded["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]] and "attention_mask" not in padded

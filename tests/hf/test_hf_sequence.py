@@ -79,6 +79,16 @@ def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
         torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
 
 
+def test_packed_documents_are_separated_where_layers_are_computed_again() -> None:
+    """transformers then makes no cache, whatever the configuration says, and so looks for documents."""
+    model, mesh = make("llama").train(), VirtualMesh(fsdp=1, sp=2)
+    model.gradient_checkpointing_enable()
+    params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp")
+    batch = {**make_batch(), "position_ids": PACKED}
+    (loss, _), _ = fzero.simulate(make_step(apply), mesh, data=("fsdp",))(params, batch)
+    torch.testing.assert_close(loss, model(**batch).loss.detach(), rtol=1e-6, atol=0)
+
+
 def test_activations_fall_with_the_ranks() -> None:
     model, batch = make("llama"), make_batch(length=1024)
     peaks = []
