@@ -14,6 +14,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from hf_models import SEQ2SEQ, make_arguments, make_dataset, make_model, make_pairs, read_evaluations, read_logs
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fzero
@@ -161,9 +162,17 @@ def test_a_checkpoint_has_buffers_that_training_leaves_alone(tmp_path: Path) -> 
         "v_head_dim": 4,
     }
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_experts_per_tok=2))
+    biases = model.model.layers[0].mlp.gate.e_score_correction_bias
+    biases.copy_(torch.arange(4.0))
     trainer = fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=1))
     trainer.save_model(str(tmp_path))
     (tmp_path / "trainer_state.json").write_text("{}")
+    biases.zero_()
     before = fzero.unpartition(trainer.sharded.params)
     trainer._load_from_checkpoint(str(tmp_path))
     torch.testing.assert_close(fzero.unpartition(trainer.sharded.params), before, rtol=0, atol=0)
+    assert biases.tolist() == [0, 1, 2, 3]
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "model.layers.1.input_layernorm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(FzeroError, match=r"has no place for \(1\): model\.layers\.1\.input_layernorm"):
+        trainer._load_from_checkpoint(str(tmp_path))
