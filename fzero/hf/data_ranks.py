@@ -116,6 +116,9 @@ class Sharers(Together):
         if self._wish.axes and not self._may_share:
             problem = f"are {self._wish[:3]}, and {type(self).__name__} calls the model outside of programs"
             raise FzeroError("tp, ep, sp", problem, "leave them out, or give the data to fzero.hf.Trainer")
+        if self._wish.sp is not None and self.args.neftune_noise_alpha:
+            problem = f"is {self.args.neftune_noise_alpha}, and its noise would be the same in each part of a sequence"
+            raise FzeroError("TrainingArguments: neftune_noise_alpha", problem, "leave it out, or leave sp out")
         super().create_accelerator_and_postprocess()
         if self._data is not None and self.args.world_size > 1:
             DataRanks.share(self.accelerator, find_ranks(self.mesh), self._data)

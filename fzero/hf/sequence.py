@@ -68,7 +68,8 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
 
     Raises:
         FzeroError: for a model of which it is not known that attention alone looks at other places; for an attention
-            that is not of `INNER`; for positions that depend on the longest sequence.
+            that is not of `INNER`; for positions that depend on the longest sequence; for noise on embeddings, and on
+            the input of routers.
     """
     config = model.config.get_text_config()
     others = {*(getattr(config, "layer_types", None) or ())} - LAYER_TYPES
@@ -87,6 +88,11 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
         if each.get("rope_type", "default") in ("dynamic", "longrope"):
             problem = f"is {each['rope_type']!r}, which changes with the longest sequence of a rank"
             raise FzeroError("model: rope_type", problem, "leave sp out")
+    is_noisy = any(hasattr(module, "neftune_noise_alpha") for module in model.modules())
+    noise = "neftune_noise_alpha" if is_noisy else "router_jitter_noise"
+    if is_noisy or getattr(config, noise, None):
+        problem = "is given, and its noise would be the same in each part of a sequence"
+        raise FzeroError(f"model: {noise}", problem, "leave it out, or leave sp out")
     heads = config.num_attention_heads // shared
     keys = max((getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // shared, 1)
     return heads % world == 0 and (keys % world == 0 or world % keys == 0)

@@ -10,7 +10,16 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import fzero
 import fzero.hf
@@ -124,6 +133,12 @@ def test_what_is_refused(words: str) -> None:
 def test_a_model_that_was_not_tried_is_refused() -> None:
     model = BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8))
     with pytest.raises(FzeroError, match="BertForMaskedLM is a bert, which was not tried on parts of a sequence"):
+        fzero.hf.parallel(model, VirtualMesh(fsdp=1, sp=2), tp=None, sp="sp")
+
+
+def test_noise_on_the_input_of_routers_is_refused() -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, router_jitter_noise=0.1))
+    with pytest.raises(FzeroError, match="model: router_jitter_noise: is given, and its noise would be the same"):
         fzero.hf.parallel(model, VirtualMesh(fsdp=1, sp=2), tp=None, sp="sp")
 
 

@@ -131,6 +131,12 @@ def test_what_a_trainer_refuses(words: str, tmp_path: Path) -> None:
     assert words in str(caught.value)
 
 
+def test_noise_on_embeddings_is_refused_with_parts_of_a_sequence(tmp_path: Path) -> None:
+    arguments, mesh = make_arguments(tmp_path, neftune_noise_alpha=5.0), VirtualMesh(fsdp=1, sp=2)
+    with pytest.raises(FzeroError, match="neftune_noise_alpha: is 5.0, and its noise would be the same in each part"):
+        fzero.hf.Trainer(make(), arguments, mesh=mesh, sp="sp")
+
+
 def test_other_axes_than_those_of_from_pretrained_are_refused(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2))
