@@ -57,8 +57,10 @@ class Pretrained(NamedTuple):
         Codes become numbers. All ranks call together. This value stays as it is.
 
         Raises:
-            FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
+            FzeroError: for virtual tokens, and for adapters of two modules that share a weight; for a model whose
+                layers ranks share, which has no adapters.
         """
+        refuse_merge(self.wish)
         model, params = merge_adapters(self.model, self.params, self.mesh)
         return join_slices(model, params, self.mesh)
 
@@ -148,6 +150,8 @@ def from_pretrained(
     made: list[nn.Module] = []
     how: dict[str, Any] = dict(partition or {})
     if wish.axes:
+        if "split" in how:
+            raise FzeroError("partition: split", "is given, and tp, ep or sp say how to split", "give rules as plan=")
         how["split"] = {}  # that of the plan, once there is a model
 
     def construct() -> nn.Module:
@@ -171,6 +175,13 @@ def from_pretrained(
 def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
     """The value of a model without values, and its parameters in slices."""
     return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
+
+
+def refuse_merge(wish: Wish) -> None:
+    """Refuse to merge the adapters of a model whose layers ranks share."""
+    if wish.axes:
+        problem = f"the model is shared along {wish.axes}, and has no adapters"
+        raise FzeroError("merge_and_unload", problem, "save it as it is, by save_model or save_pretrained")
 
 
 def _refuse_places(named: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
-from fzero.hf.pretrained import Pretrained, join_slices
+from fzero.hf.pretrained import Pretrained, join_slices, refuse_merge
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, choose_wish, find_sharing, share_forwards
@@ -347,6 +347,7 @@ class Trainer(Updates):
             FzeroError: for a model with running statistics; as `Pretrained.merge_and_unload`.
         """
         self._meet("trainer.merge_and_unload")
+        refuse_merge(self._wish)
         self._adopt()
         if self.sharded.buffers is not None:
             problem = f"{type(self.model).__name__} has running statistics, which are not in slices"

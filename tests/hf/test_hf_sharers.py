@@ -98,6 +98,8 @@ def test_gathers_and_rows_are_those_of_ranks_along_data_axes(monkeypatch: pytest
     assert accelerator.reduce(torch.tensor([2.0])).tolist() == [5.0]
     with pytest.raises(FzeroError, match="eval_use_gather_object: is True"):
         accelerator.gather_for_metrics(["text"], use_gather_object=True)
+    with pytest.raises(FzeroError, match="gather_for_metrics: input_data: has values that are no tensors"):
+        accelerator.gather_for_metrics({"loss": torch.ones(1), "names": ["text"]})
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -142,6 +144,18 @@ def test_other_axes_than_those_of_from_pretrained_are_refused(tmp_path: Path) ->
     pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2))
     with pytest.raises(FzeroError, match=r"from_pretrained had \(None, None, None\)"):
         fzero.hf.Trainer(pretrained, make_arguments(tmp_path), tp="tp")
+
+
+def test_merging_and_a_split_of_the_user_are_refused_with_axes(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    with pytest.raises(FzeroError, match="partition: split: is given, and tp, ep or sp say how to split"):
+        fzero.hf.from_pretrained(tmp_path, MESH, tp="tp", partition={"split": {"*": ("tp", 0)}})
+    pretrained = fzero.hf.from_pretrained(tmp_path, MESH, tp="tp")
+    words = r"merge_and_unload: the model is shared along \('tp',\), and has no adapters"
+    with pytest.raises(FzeroError, match=words):
+        pretrained.merge_and_unload()
+    with pytest.raises(FzeroError, match=words):
+        fzero.hf.Trainer(pretrained, make_arguments(tmp_path / "out")).merge_and_unload()
 
 
 def test_a_model_of_peft_is_refused(tmp_path: Path) -> None:
