@@ -38,11 +38,18 @@ class Wish(NamedTuple):
         """Each axis that was given, and its name on the mesh.
 
         Raises:
-            FzeroError: for an axis that the mesh lacks, and for the one that all state is cut over.
+            FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
+                state is cut over; for ranks along `sp` that also share layers.
         """
+        for word, axis in zip(self._fields, self[:3]):
+            names = axis if isinstance(axis, tuple) else (axis,)
+            if axis is not None and not (names and all(isinstance(name, str) for name in names)):
+                raise FzeroError(f"{word}={axis!r}", "is no axis", 'give a name, such as "tp", or a tuple of names')
         axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
-        if self.sp is not None:
-            mesh.join(axes.values() if self.tp != self.ep else {*axes.values()})
+        of_layers = {name for axis in (self.tp, self.ep) if axis is not None for name in mesh.split(axes[axis])}
+        if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
+            problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
+            raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
         for axis in axes.values():
             if mesh.shard_axis in mesh.split(axis):
                 way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
