@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import masking_utils, modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils import ModelOutput
 
 from fzero import all_gather, axis_index, axis_size, parallel, psum
 from fzero.base.errors import FzeroError
@@ -43,6 +44,12 @@ CUT = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 WHOLE = ("attention_mask", "num_items_in_batch")
 REFUSED = ("output_attentions", "output_router_logits", "logits_to_keep")
 """What a rank has of its own places alone, as an argument or in a configuration."""
+OF_PLACES = (
+    *(modeling_outputs.BaseModelOutputWithPast, modeling_outputs.MoeModelOutputWithPast),
+    *(modeling_outputs.CausalLMOutputWithPast, modeling_outputs.MoeCausalLMOutputWithPast),
+    *(modeling_outputs.TokenClassifierOutput, modeling_outputs.QuestionAnsweringModelOutput),
+)
+"""The outputs of transformers that have values for each place."""
 IGNORED = -100
 
 
@@ -151,10 +158,13 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
         raise FzeroError(f"{name}: input_ids", problem, f"pad to a multiple of {world}, such as by pad_to_multiple_of=")
     asked = {name: getattr(model.config.get_text_config(), name, None) for name in REFUSED}
     for key, x in {**asked, **inputs}.items():
-        wants_parts = key in REFUSED and x
+        wants_parts = key in REFUSED and (isinstance(x, Tensor) or x)
         if wants_parts or (isinstance(x, Tensor) and key not in CUT + WHOLE) or key in find_caches(inputs):
             problem = "is given, and it is not known how ranks that have parts of a sequence share it"
             raise FzeroError(f"{name}: {key}", problem, "leave it out, or leave sp out")
+    if inputs.get("ignore_index", IGNORED) != IGNORED:
+        problem = f"is {inputs['ignore_index']}, and ranks count the labels that are not {IGNORED}"
+        raise FzeroError(f"{name}: ignore_index", problem, f"leave it out, and give {IGNORED} in labels")
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         problem = f"has {mask.ndim} dims, and it is one of [rows, places] that ranks can read"
@@ -208,6 +218,9 @@ def _join(model: Any, axis: Axis, sequence: Sequence, output: Any) -> Any:
     if not isinstance(output, dict):
         problem = f"is a {type(output).__name__}, whose values have no names"
         raise FzeroError(f"{type(model).__name__}: its output", problem, "leave return_dict out")
+    if isinstance(output, ModelOutput) and not isinstance(output, OF_PLACES):
+        problem = f"is a {type(output).__name__}, whose values are not known to be those of each place"
+        raise FzeroError(f"{type(model).__name__}: its output", problem, "leave sp out")
     own, along = sequence.length // axis_size(axis), {axis} if isinstance(axis, str) else {*axis}
 
     def join(name: str, x: Any) -> Any:
