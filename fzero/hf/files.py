@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fzero.formats.hugging_face import open_hf
 from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
 from fzero.hf.data_ranks import Sharers
 from fzero.hf.merging import dequantize_leaves, list_leaves
-from fzero.hf.plan import TrainerPlan
+from fzero.hf.plan import TrainerPlan, place
 from fzero.hf.together import Plain
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors import load_sources, open_safetensors
@@ -48,6 +48,7 @@ class Files(Sharers):
     state: Any
     sharded: State
     _plan: TrainerPlan
+    _held: Mapping[str, Any]  # the keywords of `fzero.partition` that made the slices
     _adopt: Callable[[], None]
     _wrapped: Any
     _generator: Any
@@ -170,15 +171,14 @@ class Files(Sharers):
         files = open_hf(folder, wanted, self.model, True) if is_of_transformers else open_safetensors(folder / WEIGHTS)
         constants = {name: x for name, x in constants.items() if name in files}
         load_sources(files, {**leaves, **constants})  # each of the trees is a part of the files, and together all of it
-        how = {"split": self._sharing.split or None, **self._plan.held}
-        params = load_safetensors(files, held.params, self.mesh, strict=False, **how)
+        params = load_safetensors(files, held.params, self.mesh, strict=False, **self._held)
         if held.buffers is not None:
             buffers = load_safetensors(files, held.buffers, self.mesh, strict=False, persist=WHOLE)
             held = held._replace(buffers=buffers)
         if constants:
             _read_into(constants, files)
             self._wrapped = self._sliced = self._generator = None  # programs have the numbers of before
-        self.sharded = held._replace(params=params)
+        self.sharded = held._replace(params=place(params, self._plan))
 
     def _fill(self, params: tree.Tree, whole: dict[str, torch.Tensor]) -> tree.Tree:
         """`params` with the values `whole` of some leaves, by their paths."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,7 +34,7 @@ class Pretrained(NamedTuple):
 
     `model` has the structure, with parameters on the meta device, and `params` the values. `apply(params, ...)` is the
     model's function, in evaluation mode. `generator(params, ...)` is `generate` with other parameters than these.
-    `wish` says along which axes ranks share the model.
+    `wish` says along which axes ranks share the model, and `partition` has the keywords of `fzero.partition`.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Pretrained(NamedTuple):
     mesh: Any
     generator: Generator
     wish: Wish = Wish()
+    partition: Mapping[str, Any] = MappingProxyType({})
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What transformers' `model.generate` returns for these arguments. All ranks call `generate` together, each
@@ -169,7 +171,7 @@ def from_pretrained(
     model = copy_without_values(made[0])
     if coding is not None:
         params = quantize_base(params, model, coding)
-    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish._asdict()), wish)
+    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish._asdict()), wish, how)
 
 
 def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:

@@ -180,7 +180,7 @@ class Trainer(Updates):
         self._sharing = find_sharing(pretrained.model, self._wish, pretrained.mesh)
         params = place(self._quantize(pretrained.params, pretrained.model), self._plan)
         self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
-        self._structure = pretrained.model
+        self._structure, self._held = pretrained.model, pretrained.partition
 
     def _adopt(self) -> None:
         """Cut the parameters of `self.model` into slices, unless this was done."""
@@ -198,8 +198,8 @@ class Trainer(Updates):
         lowered = lower_modes(self.model)
         check_sharable(self._wish, self.model, lowered.buffers)
         self._sharing = find_sharing(self.model, self._wish, self.mesh)
-        held = {"split": self._sharing.split or None, **self._plan.held}
-        params = partition_model(self.model, lowered.params, store, self.mesh, **held)
+        self._held = {"split": self._sharing.split or None, **self._plan.held}
+        params = partition_model(self.model, lowered.params, store, self.mesh, **self._held)
         params = self._quantize(params, copy_without_values(self.model))
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None

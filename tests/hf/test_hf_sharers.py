@@ -146,6 +146,18 @@ def test_other_axes_than_those_of_from_pretrained_are_refused(tmp_path: Path) ->
         fzero.hf.Trainer(pretrained, make_arguments(tmp_path), tp="tp")
 
 
+def test_a_resumed_model_keeps_the_forms_of_from_pretrained(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    how = {"unit": 256, "to": fzero.host(pin=False)}
+    pretrained = fzero.hf.from_pretrained(tmp_path, MESH, tp="tp", partition=how)
+    trainer = fzero.hf.Trainer(pretrained, make_arguments(tmp_path / "out"))
+    before = [leaf.form for leaf in tree.leaves(trainer.sharded.params)]
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert [leaf.form for leaf in tree.leaves(trainer.sharded.params)] == before
+    assert before[0].layout.unit == 256 and before[0].place == how["to"]
+
+
 def test_merging_and_a_split_of_the_user_are_refused_with_axes(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     with pytest.raises(FzeroError, match="partition: split: is given, and tp, ep or sp say how to split"):
