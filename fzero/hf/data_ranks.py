@@ -62,9 +62,7 @@ class DataRanks(accelerate.Accelerator):
         try:
             accelerate.utils.recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError as error:
-            problem = (
-                "has values that are no tensors, and objects would be those of all ranks, some with equal rows"
-            )
+            problem = "has values that are no tensors, and objects would be those of all ranks, some with equal rows"
             raise FzeroError("gather_for_metrics: input_data", problem, "give tensors alone") from error
         return super().gather_for_metrics(input_data)
 

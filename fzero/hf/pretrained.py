@@ -116,7 +116,7 @@ def from_pretrained(
     """The model of a folder, or of a name on the Hub, in slices.
 
         pretrained = fzero.hf.from_pretrained("folder", mesh)
-        logits = fzero.shard(pretrained.apply, mesh)(pretrained.params, input_ids).logits
+        logits = fzero.shard(pretrained.apply, mesh)(pretrained.params, input_ids).logits  # with tp, data=("fsdp",)
         trainer = fzero.hf.Trainer(pretrained, args, train_dataset=dataset)
 
     All ranks call `from_pretrained` together. A rank holds its slices and one whole tensor, the one that is read, as in
@@ -128,13 +128,14 @@ def from_pretrained(
     * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
     * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model become
       codes, with `peft_config` for QLoRA.
-    * `tp`, `ep`, `plan`: the axes of `mesh` whose ranks share layers and experts, and further rules, as in
-      `fzero.hf.parallel`. A rank holds slices of its parts.
+    * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
+      rules, as in `fzero.hf.parallel`. A rank holds slices of its parts.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
         FzeroError: for `device_map` and `quantization_config`, and for files that bitsandbytes quantized; for a `cls`
-            that reads no files; as `fzero.build`, and with `tp` or `ep` as `fzero.hf.parallel`.
+            that reads no files; as `fzero.build`, and with `tp`, `ep` or `sp` as `fzero.hf.parallel`; for
+            `split` in `partition` beside these.
     """
     import transformers
 

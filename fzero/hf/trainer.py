@@ -78,8 +78,8 @@ class Trainer(Updates):
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
-    * `tp`, `ep`, `plan`: the axes of `mesh` whose ranks share layers and experts, and further rules, as in
-      `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
+    * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
+      rules, as in `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
     * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model are held
       and gathered as codes, as in QLoRA.
 
@@ -93,7 +93,7 @@ class Trainer(Updates):
     a program.
 
     Raises:
-        FzeroError: for an argument or an optimizer that is not supported.
+        FzeroError: for an argument or an optimizer that is not supported; with `tp`, `ep`, `sp` as `fzero.hf.parallel`.
     """
 
     _allowed: Collection[str] = ()  # of the TrainingArguments that are refused by name

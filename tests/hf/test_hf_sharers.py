@@ -22,7 +22,7 @@ import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.hf.data_ranks import DataRanks
 from fzero.hf.outside import Outside
-from fzero.hf.sharing import check_whole
+from fzero.hf.sharing import Wish, check_whole, choose_wish
 
 MESH = VirtualMesh(fsdp=2, tp=2)
 
@@ -144,6 +144,13 @@ def test_other_axes_than_those_of_from_pretrained_are_refused(tmp_path: Path) ->
     pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2))
     with pytest.raises(FzeroError, match=r"from_pretrained had \(None, None, None\)"):
         fzero.hf.Trainer(pretrained, make_arguments(tmp_path), tp="tp")
+
+
+def test_a_wish_beside_a_model_in_slices_is_compared_by_names() -> None:
+    had = Wish(tp="tp", plan={"lm_head": "replicate"})
+    assert choose_wish(Wish(tp=("tp",)), had) is had and choose_wish(had, had) is had
+    with pytest.raises(FzeroError, match="plan: is given, and the slices are those of plan=.*lm_head"):
+        choose_wish(Wish(tp="tp", plan={}), had)
 
 
 def test_a_resumed_model_keeps_the_forms_of_from_pretrained(tmp_path: Path) -> None:
