@@ -274,7 +274,7 @@ TRL_HEAD = """
 ## TRL
 
 A Llama in the trainers of `fzero.hf` at stage 3 beside those of TRL. The logs are all metrics of each update, of the
-run and of `evaluate`; differences of numbers above 1 are relative..
+run and of `evaluate`; differences of numbers above 1 are relative.
 
 | run | loss | logs | saved weights | first and last loss |
 |---|---|---|---|---|""".splitlines()
@@ -294,13 +294,15 @@ def write_page(found: dict[str, dict[str, float]]) -> str:
         values = found[name]
         numbers = " | ".join(f"{values[key]:.1e}" for key in ("loss", "logs", "weights"))
         lines.append(f"| {name} | {numbers} | {values['from']:.4f} to {values['to']:.4f} |")
+    missing = "; ".join(name for _, name in list_cases() if name not in found)
+    lines += [f"\nNot run for this page: {missing}."] if missing else []
     return "\n".join(lines) + "\n"
 
 
 def is_far(found: dict[str, float]) -> bool:
     if "logs" in found:
         return found["logs"] > CLOSE_LOGS
-    return any(found[key] > CLOSE for key in ("loss", "gradient norm", "adapters"))
+    return any(found[key] > CLOSE for key in ("loss", "gradient norm", "adapters", "logits"))
 
 
 def main() -> None:

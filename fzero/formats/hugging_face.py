@@ -147,15 +147,19 @@ def load_hf(
             does.
     """
     wanted = {rename(at) if rename else at for at in tree.paths(like, is_leaf=is_quantized)}
-    sources = _open(path, wanted, model_or_config, strict)
+    sources = open_hf(path, wanted, model_or_config, strict)
     return partition(load_sources(sources, like, rename=rename, strict=strict, dtype=dtype), mesh, **how)
 
 
-def _open(
+def open_hf(
     path: str | os.PathLike[str], wanted: Container[str | None], model_or_config: Any, strict: bool
 ) -> dict[str, Source]:
     """The leaves of the model in a folder by name: of the names of a tied leaf those that are `wanted`. Reads headers,
-    and the values of weights that are tied and are in the files twice."""
+    and the values of weights that are tied and are in the files twice.
+
+    Raises:
+        FzeroError: as `load_hf`.
+    """
     files = open_safetensors(path)
     if model_or_config is None:
         config = read_config(Path(path))

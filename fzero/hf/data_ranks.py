@@ -58,8 +58,12 @@ class DataRanks(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
-            problem = "is True, and objects are those of all ranks, of which some have the same rows"
-            raise FzeroError("TrainingArguments: eval_use_gather_object", problem, "leave it out")
+            raise _refuse_objects()
+        try:
+            accelerate.utils.recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError as error:
+            problem = "has values that are no tensors, and objects would be those of all ranks, some with equal rows"
+            raise FzeroError("gather_for_metrics: input_data", problem, "give tensors alone") from error
         return super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -77,6 +81,11 @@ class DataRanks(accelerate.Accelerator):
             return gathered
         rows = gathered.unflatten(0, (self.state.num_processes, -1))
         return rows[torch.tensor(self._chosen, device=rows.device)].flatten(0, 1)
+
+
+def _refuse_objects() -> FzeroError:
+    problem = "is True, and objects are those of all ranks, of which some have the same rows"
+    return FzeroError("TrainingArguments: eval_use_gather_object", problem, "leave it out")
 
 
 class Sharers(Together):
@@ -116,8 +125,13 @@ class Sharers(Together):
         if self._wish.axes and not self._may_share:
             problem = f"are {self._wish[:3]}, and {type(self).__name__} calls the model outside of programs"
             raise FzeroError("tp, ep, sp", problem, "leave them out, or give the data to fzero.hf.Trainer")
+        if self._wish.sp is not None and self.args.neftune_noise_alpha:
+            problem = f"is {self.args.neftune_noise_alpha}, and its noise would be the same in each part of a sequence"
+            raise FzeroError("TrainingArguments: neftune_noise_alpha", problem, "leave it out, or leave sp out")
         super().create_accelerator_and_postprocess()
         if self._data is not None and self.args.world_size > 1:
+            if self.args.eval_use_gather_object:
+                raise _refuse_objects()
             DataRanks.share(self.accelerator, find_ranks(self.mesh), self._data)
 
     def get_total_train_batch_size(self, args: Any) -> int:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from fzero import checkpoint, load_safetensors, save_safetensors, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
+from fzero.formats.hugging_face import open_hf
 from fzero.hf.adapters import gather_adapters, has_adapters, list_files, load_adapters, save_adapters
 from fzero.hf.data_ranks import Sharers
 from fzero.hf.merging import dequantize_leaves, list_leaves
-from fzero.hf.plan import TrainerPlan
+from fzero.hf.plan import TrainerPlan, place
 from fzero.hf.together import Plain
 from fzero.ranks.together import do_together, gather_words
+from fzero.state.safetensors import load_sources, open_safetensors
 from fzero.training.models import WHOLE
 from fzero.values.sharded import Sharded
 
@@ -46,7 +48,11 @@ class Files(Sharers):
     state: Any
     sharded: State
     _plan: TrainerPlan
+    _held: Mapping[str, Any]  # the keywords of `fzero.partition` that made the slices
     _adopt: Callable[[], None]
+    _wrapped: Any
+    _generator: Any
+    _sliced: Any
 
     @check_arguments
     def train(
@@ -159,15 +165,20 @@ class Files(Sharers):
         if has_adapters(self.model):
             self.sharded = held._replace(params=self._fill(held.params, load_adapters(folder, self.model)))
             return
-        read: Any = functools.partial(load_safetensors, folder / WEIGHTS)
-        if is_of_transformers:
-            read = functools.partial(checkpoint.load_hf, folder, model_or_config=self.model)
-        has_buffers = held.buffers is not None  # then each of the two trees is a part of the files
-        how = {"split": self._sharing.split or None, **self._plan.held}
-        params = read(like=held.params, mesh=self.mesh, strict=not (has_buffers or _has_constants(self.model)), **how)
-        if has_buffers:
-            held = held._replace(buffers=read(like=held.buffers, mesh=self.mesh, strict=False, persist=WHOLE))
-        self.sharded = held._replace(params=params)
+        leaves = {**list_leaves(held.params), **list_leaves(held.buffers)}
+        constants = {name: x for name, x in _list_constants(self.model).items() if name not in leaves}
+        wanted = leaves.keys() | constants.keys()
+        files = open_hf(folder, wanted, self.model, True) if is_of_transformers else open_safetensors(folder / WEIGHTS)
+        constants = {name: x for name, x in constants.items() if name in files}
+        load_sources(files, {**leaves, **constants})  # each of the trees is a part of the files, and together all of it
+        params = load_safetensors(files, held.params, self.mesh, strict=False, **self._held)
+        if held.buffers is not None:
+            buffers = load_safetensors(files, held.buffers, self.mesh, strict=False, persist=WHOLE)
+            held = held._replace(buffers=buffers)
+        if constants:
+            _read_into(constants, files)
+            self._wrapped = self._sliced = self._generator = None  # programs have the numbers of before
+        self.sharded = held._replace(params=place(params, self._plan))
 
     def _fill(self, params: tree.Tree, whole: dict[str, torch.Tensor]) -> tree.Tree:
         """`params` with the values `whole` of some leaves, by their paths."""
@@ -200,9 +211,22 @@ class Files(Sharers):
         do_together(gather, lambda: write() if self.args.should_save else None, str(folder), "write files", way_out)
 
 
-def _has_constants(model: torch.nn.Module) -> bool:
-    """Whether a model has buffers that are in its files, such as biases of routers, beside parameters."""
-    return any(name not in x._non_persistent_buffers_set for x in model.modules() for name in x._buffers)
+def _list_constants(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that are in its files, by name: running statistics, and such as biases of routers."""
+    return {
+        f"{path}.{name}" if path else name: x
+        for path, module in model.named_modules()
+        for name, x in module._buffers.items()
+        if x is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _read_into(tensors: dict[str, torch.Tensor], files: Any) -> None:
+    """Give tensors their values in files."""
+    for name, source in load_sources(files, tensors, strict=False).items():
+        whole = torch.empty(source.shape.numel(), dtype=source.dtype)
+        source.read(0, whole)
+        tensors[name].copy_(whole.view(source.shape))
 
 
 def move_model(source: Path, target: Path) -> None:

@@ -69,12 +69,13 @@ class Generator:
       until all have their results.
     * On a `VirtualMesh` the rows of a prompt are cut over the ranks, so there are a multiple of the ranks.
 
-    `call(apply, params, **inputs)` computes an output, and `how` are keywords of `fzero.shard`. `tp`, `ep` and `plan`
-    are those of `fzero.hf.parallel`, which split `params`: ranks along these axes call with the same prompts, and have
-    the same random numbers.
+    `call(apply, params, **inputs)` computes an output, and `how` are keywords of `fzero.shard`. `tp`, `ep`, `sp`
+    and `plan` are those of `fzero.hf.parallel`, which split `params`: ranks along these axes call with the same
+    prompts, and have the same random numbers. Ranks along `sp` each have all places of a prompt.
 
     Raises:
-        FzeroError: for a model without `generate`; where another rank raises an error.
+        FzeroError: for a model without `generate`; where another rank raises an error; with `tp`, `ep` or `sp` as
+            `fzero.hf.parallel`.
     """
 
     @check_arguments

@@ -35,7 +35,10 @@ def check_counts(model: nn.Module, rules: Mapping[str, Rule], ranks: Mapping[Axi
         elif word in ("colwise", "packed_colwise") and hasattr(module, "weight"):
             cut = rule.style.cut(module, "weight", module.weight)
             outputs = 0 if cut is None else module.weight.shape[cut[0]] // cut[1]
-            for count in _list_heads(modules[name.rpartition(".")[0]], outputs):
+            parent = modules[name.rpartition(".")[0]]
+            # an embedding has a number for each head, such as a bias of positions
+            counts = [outputs] if isinstance(module, nn.Embedding) and cut is not None else _list_heads(parent, outputs)
+            for count in counts:
                 _check(name, "heads", count, world, rule.axis)
 
 

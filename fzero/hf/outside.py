@@ -116,8 +116,6 @@ class Outside(Trainer):
         """What `compute` returns for inputs that are padded to one length on all ranks, cut to that of this rank."""
         given = {name: x for name, x in kwargs.items() if name not in OF_PACKING}
         padded = self._pad(given)
-        if "attention_mask" not in given and "position_ids" in given:
-            padded.pop("attention_mask", None)  # masks of packed rows are made from positions
         output, after = compute(held, args, padded)
         return self._cut(output, given, padded), after
 

@@ -29,7 +29,9 @@ def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collecti
     """`inputs`, with padding behind sequences that are shorter than those of another rank. Sequences lie along dim 1.
 
     Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
-    padding. All `members` call `pad_to_longest` together. Those with equal shapes exchange one number.
+    padding. Packed rows, which have `position_ids` and no mask, get none: with a mask a model would not look for their
+    documents. A place of padding has position 0, so it is a document of its own. All `members` call `pad_to_longest`
+    together. Those with equal shapes exchange one number.
 
     Raises:
         FzeroError: on all ranks, naming the input, for ranks with unequal numbers of rows, and for an input whose
@@ -45,7 +47,7 @@ def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collecti
         if length is None:
             continue
         mask = name.replace("input_ids", "attention_mask")
-        if name in TOKENS and mask not in inputs:
+        if name in TOKENS and mask not in inputs and not ("position_ids" in inputs and name == "input_ids"):
             padded[mask] = _pad(x.new_ones(x.shape), length, 0)
         padded[name] = _pad(x, length, _find_number(name, labels, token))
     return padded

@@ -42,8 +42,10 @@ def parallel(
 
     Raises:
         FzeroError: for a model without a plan; for a rule that names nothing, and a style that is not known; for heads,
-            experts, or another dim that the ranks do not divide; for a weight that is tied to one with another rule; as
-            `fzero.lower` and `fzero.partition`.
+            experts, or another dim that the ranks do not divide; for a weight that is tied to one with another rule;
+            with `sp` for a type of model, an attention or noise that was not tried on parts of a sequence, and for
+            ranks along `sp` that also share layers; as `fzero.lower` and `fzero.partition`. A step raises it for
+            inputs, outputs and losses of which ranks cannot have parts.
     """
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,7 +34,7 @@ class Pretrained(NamedTuple):
 
     `model` has the structure, with parameters on the meta device, and `params` the values. `apply(params, ...)` is the
     model's function, in evaluation mode. `generator(params, ...)` is `generate` with other parameters than these.
-    `wish` says along which axes ranks share the model.
+    `wish` says along which axes ranks share the model, and `partition` has the keywords of `fzero.partition`.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Pretrained(NamedTuple):
     mesh: Any
     generator: Generator
     wish: Wish = Wish()
+    partition: Mapping[str, Any] = MappingProxyType({})
 
     def generate(self, *args: Any, **named: Any) -> Any:
         """What transformers' `model.generate` returns for these arguments. All ranks call `generate` together, each
@@ -57,8 +59,10 @@ class Pretrained(NamedTuple):
         Codes become numbers. All ranks call together. This value stays as it is.
 
         Raises:
-            FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
+            FzeroError: for virtual tokens, and for adapters of two modules that share a weight; for a model whose
+                layers ranks share, which has no adapters.
         """
+        refuse_merge(self.wish)
         model, params = merge_adapters(self.model, self.params, self.mesh)
         return join_slices(model, params, self.mesh)
 
@@ -112,7 +116,7 @@ def from_pretrained(
     """The model of a folder, or of a name on the Hub, in slices.
 
         pretrained = fzero.hf.from_pretrained("folder", mesh)
-        logits = fzero.shard(pretrained.apply, mesh)(pretrained.params, input_ids).logits
+        logits = fzero.shard(pretrained.apply, mesh)(pretrained.params, input_ids).logits  # with tp, data=("fsdp",)
         trainer = fzero.hf.Trainer(pretrained, args, train_dataset=dataset)
 
     All ranks call `from_pretrained` together. A rank holds its slices and one whole tensor, the one that is read, as in
@@ -124,13 +128,14 @@ def from_pretrained(
     * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
     * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model become
       codes, with `peft_config` for QLoRA.
-    * `tp`, `ep`, `plan`: the axes of `mesh` whose ranks share layers and experts, and further rules, as in
-      `fzero.hf.parallel`. A rank holds slices of its parts.
+    * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
+      rules, as in `fzero.hf.parallel`. A rank holds slices of its parts.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
         FzeroError: for `device_map` and `quantization_config`, and for files that bitsandbytes quantized; for a `cls`
-            that reads no files; as `fzero.build`, and with `tp` or `ep` as `fzero.hf.parallel`.
+            that reads no files; as `fzero.build`, and with `tp`, `ep` or `sp` as `fzero.hf.parallel`; for
+            `split` in `partition` beside these.
     """
     import transformers
 
@@ -148,6 +153,8 @@ def from_pretrained(
     made: list[nn.Module] = []
     how: dict[str, Any] = dict(partition or {})
     if wish.axes:
+        if "split" in how:
+            raise FzeroError("partition: split", "is given, and tp, ep or sp say how to split", "give rules as plan=")
         how["split"] = {}  # that of the plan, once there is a model
 
     def construct() -> nn.Module:
@@ -165,12 +172,19 @@ def from_pretrained(
     model = copy_without_values(made[0])
     if coding is not None:
         params = quantize_base(params, model, coding)
-    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish._asdict()), wish)
+    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish._asdict()), wish, how)
 
 
 def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
     """The value of a model without values, and its parameters in slices."""
     return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
+
+
+def refuse_merge(wish: Wish) -> None:
+    """Refuse to merge the adapters of a model whose layers ranks share."""
+    if wish.axes:
+        problem = f"the model is shared along {wish.axes}, and has no adapters"
+        raise FzeroError("merge_and_unload", problem, "save it as it is, by save_model or save_pretrained")
 
 
 def _refuse_places(named: Mapping[str, Any]) -> None:

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import masking_utils, modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils import ModelOutput
 
 from fzero import all_gather, axis_index, axis_size, parallel, psum
 from fzero.base.errors import FzeroError
@@ -43,6 +44,12 @@ CUT = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 WHOLE = ("attention_mask", "num_items_in_batch")
 REFUSED = ("output_attentions", "output_router_logits", "logits_to_keep")
 """What a rank has of its own places alone, as an argument or in a configuration."""
+OF_PLACES = (
+    *(modeling_outputs.BaseModelOutputWithPast, modeling_outputs.MoeModelOutputWithPast),
+    *(modeling_outputs.CausalLMOutputWithPast, modeling_outputs.MoeCausalLMOutputWithPast),
+    *(modeling_outputs.TokenClassifierOutput, modeling_outputs.QuestionAnsweringModelOutput),
+)
+"""The outputs of transformers that have values for each place."""
 IGNORED = -100
 
 
@@ -68,7 +75,8 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
 
     Raises:
         FzeroError: for a model of which it is not known that attention alone looks at other places; for an attention
-            that is not of `INNER`; for positions that depend on the longest sequence.
+            that is not of `INNER`; for positions that depend on the longest sequence; for noise on embeddings, and on
+            the input of routers.
     """
     config = model.config.get_text_config()
     others = {*(getattr(config, "layer_types", None) or ())} - LAYER_TYPES
@@ -87,6 +95,11 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
         if each.get("rope_type", "default") in ("dynamic", "longrope"):
             problem = f"is {each['rope_type']!r}, which changes with the longest sequence of a rank"
             raise FzeroError("model: rope_type", problem, "leave sp out")
+    is_noisy = any(hasattr(module, "neftune_noise_alpha") for module in model.modules())
+    noise = "neftune_noise_alpha" if is_noisy else "router_jitter_noise"
+    if is_noisy or getattr(config, noise, None):
+        problem = "is given, and its noise would be the same in each part of a sequence"
+        raise FzeroError(f"model: {noise}", problem, "leave it out, or leave sp out")
     heads = config.num_attention_heads // shared
     keys = max((getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // shared, 1)
     return heads % world == 0 and (keys % world == 0 or world % keys == 0)
@@ -145,10 +158,13 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
         raise FzeroError(f"{name}: input_ids", problem, f"pad to a multiple of {world}, such as by pad_to_multiple_of=")
     asked = {name: getattr(model.config.get_text_config(), name, None) for name in REFUSED}
     for key, x in {**asked, **inputs}.items():
-        wants_parts = key in REFUSED and x
+        wants_parts = key in REFUSED and (isinstance(x, Tensor) or x)
         if wants_parts or (isinstance(x, Tensor) and key not in CUT + WHOLE) or key in find_caches(inputs):
             problem = "is given, and it is not known how ranks that have parts of a sequence share it"
             raise FzeroError(f"{name}: {key}", problem, "leave it out, or leave sp out")
+    if inputs.get("ignore_index", IGNORED) != IGNORED:
+        problem = f"is {inputs['ignore_index']}, and ranks count the labels that are not {IGNORED}"
+        raise FzeroError(f"{name}: ignore_index", problem, f"leave it out, and give {IGNORED} in labels")
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         problem = f"has {mask.ndim} dims, and it is one of [rows, places] that ranks can read"
@@ -157,6 +173,7 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
     if places is not None and places.ndim != 2:
         raise FzeroError(f"{name}: position_ids", f"has {places.ndim} dims", "give [rows, places]")
     has_cache = inputs.get("use_cache", getattr(config.get_text_config(), "use_cache", False))
+    has_cache = has_cache and not (torch.is_grad_enabled() and _is_checkpointed(model))
     is_packed = places is not None and mask is None and not has_cache  # as transformers decides it
     labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
     if labels is None and "labels" in inputs:
@@ -182,6 +199,11 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
     return sequence, {**inputs, "use_cache": False}
 
 
+def _is_checkpointed(model: Any) -> bool:
+    """Whether layers are computed again in the backward pass: transformers then makes no cache."""
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+
+
 def _compute_loss(logits: Tensor, labels: Tensor, vocab_size: int, **how: Any) -> Tensor:
     """This rank's share of the loss."""
     sequence = _sequence.get()
@@ -196,6 +218,9 @@ def _join(model: Any, axis: Axis, sequence: Sequence, output: Any) -> Any:
     if not isinstance(output, dict):
         problem = f"is a {type(output).__name__}, whose values have no names"
         raise FzeroError(f"{type(model).__name__}: its output", problem, "leave return_dict out")
+    if isinstance(output, ModelOutput) and not isinstance(output, OF_PLACES):
+        problem = f"is a {type(output).__name__}, whose values are not known to be those of each place"
+        raise FzeroError(f"{type(model).__name__}: its output", problem, "leave sp out")
     own, along = sequence.length // axis_size(axis), {axis} if isinstance(axis, str) else {*axis}
 
     def join(name: str, x: Any) -> Any:

@@ -38,11 +38,18 @@ class Wish(NamedTuple):
         """Each axis that was given, and its name on the mesh.
 
         Raises:
-            FzeroError: for an axis that the mesh lacks, and for the one that all state is cut over.
+            FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
+                state is cut over; for ranks along `sp` that also share layers.
         """
+        for word, axis in zip(self._fields, self[:3]):
+            names = axis if isinstance(axis, tuple) else (axis,)
+            if axis is not None and not (names and all(isinstance(name, str) for name in names)):
+                raise FzeroError(f"{word}={axis!r}", "is no axis", 'give a name, such as "tp", or a tuple of names')
         axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
-        if self.sp is not None:
-            mesh.join(axes.values() if self.tp != self.ep else {*axes.values()})
+        of_layers = {name for axis in (self.tp, self.ep) if axis is not None for name in mesh.split(axes[axis])}
+        if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
+            problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
+            raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
         for axis in axes.values():
             if mesh.shard_axis in mesh.split(axis):
                 way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
@@ -94,10 +101,18 @@ def choose_wish(given: Wish, of_model: Wish) -> Wish:
     Raises:
         FzeroError: for a wish beside it that differs.
     """
-    if given.plan is not None or (given.axes and given[:3] != of_model[:3]):
+    if given.axes and _list_names(given) != _list_names(of_model):
         problem = f"are {given[:3]}, and from_pretrained had {of_model[:3]}"
-        raise FzeroError("tp, ep, sp", problem, "give them, and plan=, to from_pretrained alone")
+        raise FzeroError("tp, ep, sp", problem, "give them to from_pretrained alone")
+    if given.plan is not None and given.plan != of_model.plan:
+        problem = f"is given, and the slices are those of plan={of_model.plan!r:.80} of from_pretrained"
+        raise FzeroError("plan", problem, "give it to from_pretrained alone")
     return of_model
+
+
+def _list_names(wish: Wish) -> list[tuple[str, ...] | None]:
+    """The names of mesh axes of tp, ep and sp."""
+    return [(axis,) if isinstance(axis, str) else axis for axis in wish[:3]]
 
 
 def check_mesh_of(wish: Wish, mesh: Any) -> None:
@@ -124,10 +139,11 @@ def check_sharable(wish: Wish, model: Any, buffers: Any) -> None:
     """
     if not wish.axes:
         return
-    way_out = "leave tp and ep out, or train it by fzero.hf.parallel and fzero.shard"
+    words = " and ".join(word for word, axis in zip(wish._fields, wish[:3]) if axis is not None)
+    way_out = f"leave {words} out, or train it by fzero.hf.parallel and fzero.shard"
     if has_adapters(model):
         problem = f"{type(model).__name__} has adapters, and no plan names their matrices"
-        raise FzeroError("model", problem, "merge them before, or leave tp and ep out")
+        raise FzeroError("model", problem, f"merge them before, or leave {words} out")
     if buffers is not None:
         problem = f"{type(model).__name__} has running statistics, which are those of whole layers"
         raise FzeroError("model", problem, way_out)

@@ -35,7 +35,7 @@ from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
-from fzero.hf.pretrained import Pretrained, join_slices
+from fzero.hf.pretrained import Pretrained, join_slices, refuse_merge
 from fzero.hf.progress import TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, choose_wish, find_sharing, share_forwards
@@ -78,8 +78,8 @@ class Trainer(Updates):
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
-    * `tp`, `ep`, `plan`: the axes of `mesh` whose ranks share layers and experts, and further rules, as in
-      `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
+    * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
+      rules, as in `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
     * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model are held
       and gathered as codes, as in QLoRA.
 
@@ -93,7 +93,7 @@ class Trainer(Updates):
     a program.
 
     Raises:
-        FzeroError: for an argument or an optimizer that is not supported.
+        FzeroError: for an argument or an optimizer that is not supported; with `tp`, `ep`, `sp` as `fzero.hf.parallel`.
     """
 
     _allowed: Collection[str] = ()  # of the TrainingArguments that are refused by name
@@ -180,7 +180,7 @@ class Trainer(Updates):
         self._sharing = find_sharing(pretrained.model, self._wish, pretrained.mesh)
         params = place(self._quantize(pretrained.params, pretrained.model), self._plan)
         self.mesh, self.sharded = pretrained.mesh, State(params=params, buffers=buffers)
-        self._structure = pretrained.model
+        self._structure, self._held = pretrained.model, pretrained.partition
 
     def _adopt(self) -> None:
         """Cut the parameters of `self.model` into slices, unless this was done."""
@@ -198,8 +198,8 @@ class Trainer(Updates):
         lowered = lower_modes(self.model)
         check_sharable(self._wish, self.model, lowered.buffers)
         self._sharing = find_sharing(self.model, self._wish, self.mesh)
-        held = {"split": self._sharing.split or None, **self._plan.held}
-        params = partition_model(self.model, lowered.params, store, self.mesh, **held)
+        self._held = {"split": self._sharing.split or None, **self._plan.held}
+        params = partition_model(self.model, lowered.params, store, self.mesh, **self._held)
         params = self._quantize(params, copy_without_values(self.model))
         self.sharded = State(params=params, buffers=partition_buffers(self.model, lowered.buffers, self.mesh))
         self._wrapped = None
@@ -347,6 +347,7 @@ class Trainer(Updates):
             FzeroError: for a model with running statistics; as `Pretrained.merge_and_unload`.
         """
         self._meet("trainer.merge_and_unload")
+        refuse_merge(self._wish)
         self._adopt()
         if self.sharded.buffers is not None:
             problem = f"{type(self.model).__name__} has running statistics, which are not in slices"

@@ -7,8 +7,10 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fzero import FzeroError
+from fzero.hf import padding
 from fzero.hf.padding import cut_to_own, pad_to_longest, pad_to_rung
 from fzero.ranks.virtual import ALONE
 
@@ -20,6 +22,23 @@ def test_a_process_that_is_alone_pads_nothing() -> None:
     assert all(padded[name] is x for name, x in INPUTS.items())
     output = {"logits": torch.ones(2, 3, 3)}
     assert cut_to_own(output, INPUTS, padded, ["labels"], [])["logits"].shape == (2, 3, 3)
+
+
+def test_packed_rows_get_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask a model would not separate the documents of a row."""
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model, tokens = LlamaForCausalLM(config), torch.tensor([[3, 4, 5, 6, 7, 8]])
+    packed = {"input_ids": tokens, "labels": tokens, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    shapes = {name: tuple(x.shape) for name, x in packed.items()}
+    longer = dict.fromkeys(packed, (1, 8))
+    monkeypatch.setattr(padding, "_gather_shapes", lambda members, own: [shapes, longer])
+    padded = pad_to_longest(packed, ALONE.members, ["labels"], 0)
+    assert padded["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]] and "attention_mask" not in padded
+    expected, found = (model(**inputs, use_cache=False) for inputs in (packed, padded))
+    torch.testing.assert_close(found.logits[:, :6], expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    masked = pad_to_longest({"input_ids": tokens, "labels": tokens}, ALONE.members, ["labels"], 0)
+    assert masked["attention_mask"].tolist() == [[1] * 6 + [0] * 2]
 
 
 def test_results_lie_along_the_labels_and_those_of_an_encoder_along_its_input() -> None:

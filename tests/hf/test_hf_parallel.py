@@ -99,6 +99,12 @@ def test_heads_in_one_leaf_with_others_are_counted() -> None:
         fzero.hf.parallel(model, MESH)
 
 
+def test_the_biases_of_positions_of_t5_are_one_number_for_each_head() -> None:
+    fzero.hf.parallel(FAMILIES["T5"].make(num_heads=8, d_kv=8, num_layers=1), MESH)
+    with pytest.raises(FzeroError, match="3 n_heads, to be split over 2 ranks"):
+        fzero.hf.parallel(FAMILIES["T5"].make(num_heads=3, num_layers=1), MESH)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,17 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import fzero
 import fzero.hf
@@ -79,6 +89,16 @@ def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
         torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
 
 
+def test_packed_documents_are_separated_where_layers_are_computed_again() -> None:
+    """transformers then makes no cache, whatever the configuration says, and so looks for documents."""
+    model, mesh = make("llama").train(), VirtualMesh(fsdp=1, sp=2)
+    model.gradient_checkpointing_enable()
+    params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp")
+    batch = {**make_batch(), "position_ids": PACKED}
+    (loss, _), _ = fzero.simulate(make_step(apply), mesh, data=("fsdp",))(params, batch)
+    torch.testing.assert_close(loss, model(**batch).loss.detach(), rtol=1e-6, atol=0)
+
+
 def test_activations_fall_with_the_ranks() -> None:
     model, batch = make("llama"), make_batch(length=1024)
     peaks = []
@@ -96,6 +116,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "has 9 places, for 2 ranks along 'sp'": ({}, {"input_ids": torch.ones(2, 9, dtype=torch.int64)}),
     "LlamaForCausalLM: inputs_of_mine": ({}, {**make_batch(), "inputs_of_mine": torch.ones(2, 8)}),
     "attention_mask: has 4 dims": ({}, {**make_batch(), "attention_mask": torch.ones(2, 1, 8, 8)}),
+    "LlamaForCausalLM: logits_to_keep": ({}, {**make_batch(), "logits_to_keep": torch.arange(4)}),
+    "LlamaForCausalLM: ignore_index: is 0": ({}, {**make_batch(), "ignore_index": 0}),
     "LlamaForCausalLM: output_attentions": ({}, {**make_batch(), "output_attentions": True}),
     "rope_type: is 'dynamic'": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}),
 }
@@ -114,6 +136,28 @@ def test_what_is_refused(words: str) -> None:
 def test_a_model_that_was_not_tried_is_refused() -> None:
     model = BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8))
     with pytest.raises(FzeroError, match="BertForMaskedLM is a bert, which was not tried on parts of a sequence"):
+        fzero.hf.parallel(model, VirtualMesh(fsdp=1, sp=2), tp=None, sp="sp")
+
+
+def test_a_model_whose_output_is_not_of_places_is_refused() -> None:
+    """The 4 logits of a row are as many as the places of a rank."""
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=4, pad_token_id=0))
+    mesh, tokens = VirtualMesh(fsdp=1, sp=2), make_batch()["input_ids"]
+    params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp")
+    step = fzero.simulate(lambda params, x: apply(params, x).logits, mesh, data=("fsdp",))
+    with pytest.raises(FzeroError, match="is a SequenceClassifierOutputWithPast, whose values are not known"):
+        step(params, tokens)
+
+
+@pytest.mark.parametrize("how", [{"tp": "tp", "sp": "tp"}, {"tp": None, "sp": ["sp"]}])
+def test_axes_that_are_none_or_the_same_are_refused(how: dict[str, Any]) -> None:
+    with pytest.raises(FzeroError, match=r"sp='tp': its ranks share layers too|sp=\['sp'\]: is no axis"):
+        fzero.hf.parallel(make("llama"), VirtualMesh(fsdp=1, tp=2, sp=1), **how)
+
+
+def test_noise_on_the_input_of_routers_is_refused() -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, router_jitter_noise=0.1))
+    with pytest.raises(FzeroError, match="model: router_jitter_noise: is given, and its noise would be the same"):
         fzero.hf.parallel(model, VirtualMesh(fsdp=1, sp=2), tp=None, sp="sp")
 
 

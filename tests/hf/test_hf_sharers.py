@@ -14,6 +14,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from hf_models import SEQ2SEQ, make_arguments, make_dataset, make_model, make_pairs, read_evaluations, read_logs
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fzero
@@ -21,7 +22,7 @@ import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.hf.data_ranks import DataRanks
 from fzero.hf.outside import Outside
-from fzero.hf.sharing import check_whole
+from fzero.hf.sharing import Wish, check_whole, choose_wish
 
 MESH = VirtualMesh(fsdp=2, tp=2)
 
@@ -97,6 +98,8 @@ def test_gathers_and_rows_are_those_of_ranks_along_data_axes(monkeypatch: pytest
     assert accelerator.reduce(torch.tensor([2.0])).tolist() == [5.0]
     with pytest.raises(FzeroError, match="eval_use_gather_object: is True"):
         accelerator.gather_for_metrics(["text"], use_gather_object=True)
+    with pytest.raises(FzeroError, match="gather_for_metrics: input_data: has values that are no tensors"):
+        accelerator.gather_for_metrics({"loss": torch.ones(1), "names": ["text"]})
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -130,11 +133,48 @@ def test_what_a_trainer_refuses(words: str, tmp_path: Path) -> None:
     assert words in str(caught.value)
 
 
+def test_noise_on_embeddings_is_refused_with_parts_of_a_sequence(tmp_path: Path) -> None:
+    arguments, mesh = make_arguments(tmp_path, neftune_noise_alpha=5.0), VirtualMesh(fsdp=1, sp=2)
+    with pytest.raises(FzeroError, match="neftune_noise_alpha: is 5.0, and its noise would be the same in each part"):
+        fzero.hf.Trainer(make(), arguments, mesh=mesh, sp="sp")
+
+
 def test_other_axes_than_those_of_from_pretrained_are_refused(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     pretrained = fzero.hf.from_pretrained(tmp_path, VirtualMesh(fsdp=2))
     with pytest.raises(FzeroError, match=r"from_pretrained had \(None, None, None\)"):
         fzero.hf.Trainer(pretrained, make_arguments(tmp_path), tp="tp")
+
+
+def test_a_wish_beside_a_model_in_slices_is_compared_by_names() -> None:
+    had = Wish(tp="tp", plan={"lm_head": "replicate"})
+    assert choose_wish(Wish(tp=("tp",)), had) is had and choose_wish(had, had) is had
+    with pytest.raises(FzeroError, match="plan: is given, and the slices are those of plan=.*lm_head"):
+        choose_wish(Wish(tp="tp", plan={}), had)
+
+
+def test_a_resumed_model_keeps_the_forms_of_from_pretrained(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    how = {"unit": 256, "to": fzero.host(pin=False)}
+    pretrained = fzero.hf.from_pretrained(tmp_path, MESH, tp="tp", partition=how)
+    trainer = fzero.hf.Trainer(pretrained, make_arguments(tmp_path / "out"))
+    before = [leaf.form for leaf in tree.leaves(trainer.sharded.params)]
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert [leaf.form for leaf in tree.leaves(trainer.sharded.params)] == before
+    assert before[0].layout.unit == 256 and before[0].place == how["to"]
+
+
+def test_merging_and_a_split_of_the_user_are_refused_with_axes(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    with pytest.raises(FzeroError, match="partition: split: is given, and tp, ep or sp say how to split"):
+        fzero.hf.from_pretrained(tmp_path, MESH, tp="tp", partition={"split": {"*": ("tp", 0)}})
+    pretrained = fzero.hf.from_pretrained(tmp_path, MESH, tp="tp")
+    words = r"merge_and_unload: the model is shared along \('tp',\), and has no adapters"
+    with pytest.raises(FzeroError, match=words):
+        pretrained.merge_and_unload()
+    with pytest.raises(FzeroError, match=words):
+        fzero.hf.Trainer(pretrained, make_arguments(tmp_path / "out")).merge_and_unload()
 
 
 def test_a_model_of_peft_is_refused(tmp_path: Path) -> None:
@@ -161,9 +201,17 @@ def test_a_checkpoint_has_buffers_that_training_leaves_alone(tmp_path: Path) -> 
         "v_head_dim": 4,
     }
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_experts_per_tok=2))
+    biases = model.model.layers[0].mlp.gate.e_score_correction_bias
+    biases.copy_(torch.arange(4.0))
     trainer = fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=1))
     trainer.save_model(str(tmp_path))
     (tmp_path / "trainer_state.json").write_text("{}")
+    biases.zero_()
     before = fzero.unpartition(trainer.sharded.params)
     trainer._load_from_checkpoint(str(tmp_path))
     torch.testing.assert_close(fzero.unpartition(trainer.sharded.params), before, rtol=0, atol=0)
+    assert biases.tolist() == [0, 1, 2, 3]
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "model.layers.1.input_layernorm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(FzeroError, match=r"has no place for \(1\): model\.layers\.1\.input_layernorm"):
+        trainer._load_from_checkpoint(str(tmp_path))
