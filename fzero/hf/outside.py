@@ -104,7 +104,7 @@ class Outside(Trainer):
         labels = {*self.label_names, "labels"}
         is_packed = "position_ids" in inputs  # then positions begin anew in each row
         most = None if is_packed else getattr(self._structure.config, "max_position_embeddings", None)
-        padded = pad_to_longest(inputs, self._members, labels, self._pad_token)
+        padded = pad_to_longest(inputs, self._members, labels, self._pad_token, self._structure)
         return pad_to_rung(padded, labels, self._pad_token, most)
 
     @property

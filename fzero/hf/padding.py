@@ -25,12 +25,15 @@ TOKENS = ("input_ids", "decoder_input_ids")
 WAY_OUT = 'give the collator padding="max_length", or pad_to_multiple_of='
 
 
-def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collection[str], token: int) -> dict[str, Any]:
+def pad_to_longest(
+    inputs: Mapping[str, Any], members: Members, labels: Collection[str], token: int, model: Any = None
+) -> dict[str, Any]:
     """`inputs`, with padding behind sequences that are shorter than those of another rank. Sequences lie along dim 1.
 
     Padding is IGNORED in `labels`, and `token` in tokens. Tokens without a mask get one, so that no model looks at
-    padding. Packed rows, which have `position_ids` and no mask, get none: with a mask a model would not look for their
-    documents. A place of padding has position 0, so it is a document of its own. All `members` call `pad_to_longest`
+    padding. Packed rows, which have `position_ids` and no mask, get none: with a mask a decoder would not look for
+    their documents. A place of padding has position 0, so it is a document of its own. A `model` whose attention also
+    looks ahead makes no documents of positions, and gets a mask. All `members` call `pad_to_longest`
     together. Those with equal shapes exchange one number.
 
     Raises:
@@ -47,10 +50,16 @@ def pad_to_longest(inputs: Mapping[str, Any], members: Members, labels: Collecti
         if length is None:
             continue
         mask = name.replace("input_ids", "attention_mask")
-        if name in TOKENS and mask not in inputs and not ("position_ids" in inputs and name == "input_ids"):
+        is_packed = name == "input_ids" and "position_ids" in inputs and not _looks_ahead(model)
+        if name in TOKENS and mask not in inputs and not is_packed:
             padded[mask] = _pad(x.new_ones(x.shape), length, 0)
         padded[name] = _pad(x, length, _find_number(name, labels, token))
     return padded
+
+
+def _looks_ahead(model: Any) -> bool:
+    """Whether an attention of a model is not causal."""
+    return model is not None and any(getattr(module, "is_causal", True) is False for module in model.modules())
 
 
 def pad_to_rung(inputs: Mapping[str, Any], labels: Collection[str], token: int, most: int | None) -> dict[str, Any]:

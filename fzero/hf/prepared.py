@@ -150,7 +150,7 @@ class Prepared:
         named = {**dict(zip(self._names, args)), **kwargs} if len(args) <= len(self._names) else dict(kwargs)
         if named.get(ITEMS) is not None:  # a number that changes would be a program each time
             named[ITEMS] = torch.as_tensor(named[ITEMS], device=self.how.device) / len(self._on.numbers)
-        padded = pad_to_longest(named, self._on.members, self._labels, self._pad_token)
+        padded = pad_to_longest(named, self._on.members, self._labels, self._pad_token, self.structure)
         at = [padded.pop(name) for name in self._names[: len(args)]] if len(args) <= len(self._names) else args
         held = Held(self.state.params, self.state.buffers)
         if not torch.is_grad_enabled():

@@ -311,7 +311,7 @@ class Trainer(Updates):
 
     def _pad(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs with the lengths of the longest rank."""
-        return pad_to_longest(inputs, self._members, self.label_names, self._pad_token)
+        return pad_to_longest(inputs, self._members, self.label_names, self._pad_token, self._structure)
 
     @property
     def _pad_token(self) -> int:

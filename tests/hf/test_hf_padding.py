@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from fzero import FzeroError
 from fzero.hf import padding
@@ -32,13 +32,22 @@ def test_packed_rows_get_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {name: tuple(x.shape) for name, x in packed.items()}
     longer = dict.fromkeys(packed, (1, 8))
     monkeypatch.setattr(padding, "_gather_shapes", lambda members, own: [shapes, longer])
-    padded = pad_to_longest(packed, ALONE.members, ["labels"], 0)
+    padded = pad_to_longest(packed, ALONE.members, ["labels"], 0, model)
     assert padded["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]] and "attention_mask" not in padded
     expected, found = (model(**inputs, use_cache=False) for inputs in (packed, padded))
     torch.testing.assert_close(found.logits[:, :6], expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
     masked = pad_to_longest({"input_ids": tokens, "labels": tokens}, ALONE.members, ["labels"], 0)
     assert masked["attention_mask"].tolist() == [[1] * 6 + [0] * 2]
+
+
+def test_a_model_that_looks_ahead_gets_a_mask_beside_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    model, inputs = BertModel(config).eval(), {"input_ids": torch.ones(1, 3, dtype=torch.int64)}
+    inputs["position_ids"] = torch.arange(3).unsqueeze(0)
+    monkeypatch.setattr(padding, "_gather_shapes", lambda _, own: [own, dict.fromkeys(own, (1, 5))])
+    padded = pad_to_longest(inputs, ALONE.members, [], 0, model)
+    assert padded["attention_mask"].tolist() == [[1, 1, 1, 0, 0]]
 
 
 def test_results_lie_along_the_labels_and_those_of_an_encoder_along_its_input() -> None:
