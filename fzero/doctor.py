@@ -42,18 +42,7 @@ SMALL, LARGE = 1 << 16, 1 << 25
 """Bytes of the exchanges that are timed: of their start, and of their rate."""
 FEW_FILES, LITTLE_SHARED = 4096, 1 << 30
 """Fewer open files, and fewer bytes of shared memory, than this are worth a word."""
-_PACKAGES = (
-    "torch",
-    "optree",
-    "einops",
-    "numpy",
-    "transformers",
-    "peft",
-    "trl",
-    "accelerate",
-    "lightning",
-    "deepspeed",
-)
+_PACKAGES = "torch optree einops numpy transformers peft trl accelerate lightning deepspeed".split()
 _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_", "HF_HUB_OFFLINE")
 _LAUNCHED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAYS = {
@@ -116,16 +105,10 @@ def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
         for axis in on.mesh.names:
             timings = try_collectives(on, axis, seconds)
             lines += ["", *_format_axis(axis, on, timings)]
-            wrong += [
-                f"{x.name} along {axis} has wrong values: report it, with this output"
-                for x in timings
-                if not x.is_right
-            ]
-        advice = [
-            *wrong,
-            *compare_versions([each for _, each in everyone]),
-            *dict.fromkeys(x for _, each in everyone for x in each.advice),
-        ]
+            failed = (x.name for x in timings if not x.is_right)
+            wrong += [f"{name} along {axis} has wrong values: report it, with this output" for name in failed]
+        found = [each for _, each in everyone]
+        advice = [*wrong, *compare_versions(found), *dict.fromkeys(x for each in found for x in each.advice)]
         return [*lines, "", *_advise(advice)]
     finally:
         dist.destroy_process_group()
@@ -148,6 +131,7 @@ def choose_mesh(text: str | None, world: int) -> VirtualMesh:
 def find_facts() -> Facts:
     """What this process finds about its host, without another process."""
     found = {name: version for name in _PACKAGES if (version := _find_version(name))}
+    versions = {"fzero": fzero.__version__, "Python": platform.python_version(), **found}
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
@@ -155,13 +139,7 @@ def find_facts() -> Facts:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)]
     shown = {
-        "versions": ", ".join(
-            [
-                f"fzero {fzero.__version__}",
-                f"Python {platform.python_version()}",
-                *(f"{name} {x}" for name, x in found.items()),
-            ]
-        ),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "host": f"{platform.node()}: {cores} cores, {format_size(memory)} of memory, {format_size(shared)} of /dev/shm "
         f"free, {files} open files",
         "device": _describe_device(),
@@ -169,7 +147,7 @@ def find_facts() -> Facts:
         "environment": ", ".join(set_here) or "nothing of NCCL, gloo or threads is set",
     }
     advice = list(find_advice(cores, threads, local, shared, files))
-    return Facts(shown, {"Python": platform.python_version(), "fzero": fzero.__version__, **found}, advice)
+    return Facts(shown, versions, advice)
 
 
 def find_advice(cores: int, threads: int, local: int, shared: int, files: int) -> Iterator[str]:
