@@ -144,7 +144,7 @@ def on_disk(mesh: DeviceMesh, path: Path) -> dict[str, Any]:
     before, reads = [leaf.local.clone() for leaf in tree.leaves(params)], step.trace(params, x).copies(mesh.get_rank())
     rates = step.calibrate(params, x)
     files = {file.name.partition(".")[0] for file in path.glob("*/*")}
-    gone = path / f"rank-{mesh.get_rank()}"
+    gone = path.with_name(f"gone-{mesh.get_rank()}")  # beside `path`, where the other rank does not look
     gone.mkdir()
     other = fzero.disk(gone)
     if mesh.get_rank() == mesh.size() - 1:
