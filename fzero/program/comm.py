@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-from fzero.program.operation import Node
-from fzero.program.records import record
-
-if TYPE_CHECKING:
-    from fzero.program.program import Program
 
 
 class Comm(NamedTuple):
@@ -22,14 +15,3 @@ class Comm(NamedTuple):
     bucket: str | None
     dtype: torch.dtype
     nbytes: int
-
-
-def list_comm(program: Program) -> list[Comm]:
-    """The program's collectives, in the order in which all ranks start them."""
-    return [entry for node in program.graph.nodes for entry in comm_of(program, node)]
-
-
-def comm_of(program: Program, node: Node) -> Iterable[Comm]:
-    """The collectives that a node starts, in order."""
-    moves = record(node).moves if node.op == "call_function" else None
-    return () if moves is None else moves(program, node)

@@ -21,7 +21,7 @@ from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, LayoutTable, Leaf
-from fzero.program.comm import Comm, list_comm
+from fzero.program.comm import Comm
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value
 from fzero.program.kinds import Kind
@@ -32,7 +32,7 @@ from fzero.program.open import Open, fill_reference, pair_nodes
 from fzero.program.operation import Node
 from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
-from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
+from fzero.program.records import body_of, comm_of, find_bodies, record, shares_memory, turns_of
 from fzero.program.refusals import refuse_emit
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
@@ -222,7 +222,7 @@ class Program(LayoutTable):
 
     def comm(self) -> list[Comm]:
         """All collectives, in the order in which every rank starts them."""
-        return list_comm(self)
+        return [entry for node in self.graph.nodes for entry in comm_of(self, node)]
 
     def copies(self, rank: int = RANK) -> dict[str, int]:
         """Operation -> the bytes that a rank copies by it in a step: "read" and "write" of files, "to_host" and
