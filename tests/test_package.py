@@ -29,7 +29,7 @@ MAX_PUBLIC = 45
 ROOMS = (
     "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats pages | general"
     " | cache | fzero"
-    " | variants data checkpoint parallel | training | deepspeed | hf | lightning | planner | __main__"
+    " | variants data checkpoint parallel testing | training | deepspeed | hf | lightning | planner | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
 command line."""
@@ -149,7 +149,7 @@ def test_all_is_what_is_exported() -> None:
 def test_rooms_beside_the_core_are_attributes() -> None:
     code = "import fzero; print(*dir(fzero)); fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers", "lightning", "parallel"}
+    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers", "lightning", "parallel", "testing"}
     assert {name for name in done.stdout.split() if not name.startswith("_")} == {*fzero.__all__, *rooms}
     assert "module 'fzero' has no attribute 'nothing'" in done.stderr
 
