@@ -374,7 +374,8 @@ MESH_OF_THE_USER = (
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero",
     "hf.accelerator", "hf.files", "hf.generation", "hf.merging", "hf.padding", "hf.parallelize", "hf.prepared",
     "hf.pretrained", "hf.sharing", "hf.together", "hf.trainer", "hf.trl_trainers", "hf.updates",
-    "training.models", "training.programs", "ranks.live", "lightning.strategy", "state.build.build", "state.init",
+    "testing.operations", "training.models", "training.programs", "ranks.live", "lightning.strategy",
+    "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
@@ -480,7 +481,7 @@ def test_the_version_has_one_home_and_the_package_has_types() -> None:
 NEEDED = {"torch", "optree", "einops"}
 """The `dependencies` of pyproject.toml. numpy is not there, and torch's exchange of objects needs it."""
 OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub", "peft", "trl"}
-OPTIONAL |= {"lightning", "pytorch_lightning"}
+OPTIONAL |= {"hypothesis", "lightning", "pytorch_lightning"}
 
 
 def test_modules_import_what_is_declared() -> None:

@@ -37,7 +37,7 @@ def list_corners(dtypes: Sequence[str]) -> Iterator[TrainStep]:
 
 
 def _of_dtype(step: TrainStep, dtype: str) -> TrainStep:
-    return replace(step, dtypes=(dtype,) * 4)
+    return replace(step, dtypes=(dtype,) * 4, compute="float64" if dtype == "float64" else "float32")
 
 
 def list_smaller(step: TrainStep) -> Iterator[TrainStep]:

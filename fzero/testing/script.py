@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from fzero.base.mesh import VirtualMesh
 
 
 def write_script(call: str, given: Any, options: Mapping[str, Any]) -> str:
@@ -18,22 +17,33 @@ def write_script(call: str, given: Any, options: Mapping[str, Any]) -> str:
     Values are dataclasses, named tuples, functions and what `repr` writes. A function that no import finds stands in
     the text itself.
     """
-    imports, functions = {f"from fzero.testing import {call}"}, dict[str, str]()
-    _note(given, imports, functions)
-    for value in options.values():
+    imports, functions = _Imports({("fzero.testing", call)}), dict[str, str]()
+    for value in (given, *options.values()):
         _note(value, imports, functions)
     inside = [format_value(given), *(f"{name}={format_value(value)}" for name, value in options.items())]
     line = f"{call}({', '.join(inside)})"
     if len(line) > 110:
         line = f"{call}(\n" + "".join(f"    {each},\n" for each in inside) + ")"
-    return "\n".join([*sorted(imports), "", *functions.values(), line])
+    body = "\n".join([*functions.values(), line])
+    names = dict[str, list[str]]()
+    for module, name in sorted(imports):
+        if re.search(rf"\b{name}\b", body):
+            names.setdefault(module, []).append(name)
+    lines = (f"from {module} import {', '.join(each)}" for module, each in names.items())
+    return "\n".join([*lines, "", body])
+
+
+_Imports = set[tuple[str, str]]
+"""Modules, and the names to import from them."""
+
+
+_LAMBDA = "given_function"
+"""What a lambda is called, whose own text may stand in the middle of a line."""
 
 
 def format_value(value: Any) -> str:
     """A value as source text, without the fields that have their default."""
     kind: Any = type(value)
-    if isinstance(value, VirtualMesh):
-        return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         known = {x.name: x.default for x in dataclasses.fields(value)}
         return _format_fields(kind.__name__, {name: getattr(value, name) for name in known}, known)
@@ -46,8 +56,9 @@ def format_value(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {format_value(each)}" for key, each in value.items()) + "}"
     if isinstance(value, functools.partial):
         more = [*map(format_value, value.args), *(f"{name}={format_value(x)}" for name, x in value.keywords.items())]
-        return f"functools.partial({', '.join([format_value(value.func), *more])})"
-    return getattr(value, "__name__", None) or repr(value)
+        return f"partial({', '.join([format_value(value.func), *more])})"
+    name = getattr(value, "__name__", None) or repr(value)
+    return _LAMBDA if name == "<lambda>" else name
 
 
 def _format_fields(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
@@ -64,16 +75,16 @@ def _differs(value: Any, default: Any) -> bool:
     return default is _NONE or default is dataclasses.MISSING or value != default
 
 
-def _note(value: Any, imports: set[str], functions: dict[str, str]) -> None:
+def _note(value: Any, imports: _Imports, functions: dict[str, str]) -> None:
     """Add the imports and the functions that the text of a value needs."""
-    if isinstance(value, VirtualMesh):
-        imports.add("from fzero import VirtualMesh")
+    if type(value).__module__ == "fzero.base.mesh":
+        imports.add(("fzero", type(value).__name__))
     elif isinstance(value, functools.partial):
-        imports.add("import functools")
+        imports.add(("functools", "partial"))
         for each in (value.func, *value.args, *value.keywords.values()):
             _note(each, imports, functions)
     elif dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        imports.add(f"from {_find_home(type(value))} import {type(value).__name__}")
+        imports.add((_find_home(type(value)), type(value).__name__))
         for each in _list_inside(value):
             _note(each, imports, functions)
     elif isinstance(value, (list, tuple, dict)):
@@ -82,7 +93,7 @@ def _note(value: Any, imports: set[str], functions: dict[str, str]) -> None:
     elif callable(value) and hasattr(value, "__qualname__"):
         name, module = value.__qualname__, getattr(value, "__module__", "__main__")
         if name.isidentifier() and module != "__main__":
-            imports.add(f"from {module} import {name}")
+            imports.add((module, name))
         else:
             functions[value.__name__] = _write_source(value)
 
@@ -99,6 +110,8 @@ def _find_home(kind: type) -> str:
 
 
 def _write_source(function: Any) -> str:
+    if function.__name__ == "<lambda>":
+        return f"{_LAMBDA} = ...  # the lambda that was given, of {function.__module__}\n"
     try:
         return textwrap.dedent(inspect.getsource(function)).rstrip() + "\n\n"
     except (OSError, TypeError):

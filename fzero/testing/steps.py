@@ -119,6 +119,7 @@ class TrainStep:
     microbatches: int = 1
     dtypes: tuple[str, str, str, str] = ("float64",) * 4  # of a layer's leaves
     loss: str = "mean"
+    compute: str = "float64"  # the dtype of activations, to which leaves are cast where they are used
     averaged: bool = False  # whether it keeps a moving average of the parameters, which teaches them
     functorch: bool = False  # whether torch.func differentiates, not fzero
     loop: str = ""  # "scan" over the layers, or fzero.accumulate that averages in "each" turn or "once"
@@ -139,7 +140,7 @@ class TrainStep:
         draw = torch.Generator().manual_seed(2)
         size = self.rows * self.microbatches * self.mesh.size()
         x = torch.randn(size, self.width, generator=draw, dtype=WIDE) / 2
-        return x, torch.randint(self.width, (size,), generator=draw)
+        return x.to(self.wide), torch.randint(self.width, (size,), generator=draw)
 
     def partition(self) -> tuple[tree.Tree, ...]:
         """`state` on all ranks of the mesh."""
@@ -189,7 +190,7 @@ class TrainStep:
         for penalty in self.penalties:
             leaf = leaves[penalty.leaf % len(leaves)]
             if leaf.numel():
-                value = value + 0.1 * PENALTIES[penalty.name](leaf.to(WIDE))
+                value = value + 0.1 * PENALTIES[penalty.name](leaf.to(self.wide))
         return value, out
 
     def _forward(self, params: tree.Tree, x: Tensor, tokens: Tensor) -> Tensor:
@@ -210,16 +211,24 @@ class TrainStep:
         return values[-1]
 
     @property
+    def wide(self) -> torch.dtype:
+        """The dtype of activations."""
+        return getattr(torch, self.compute)
+
+    @property
     def tolerance(self) -> float:
         """The largest difference to the unsharded step, absolute and relative.
 
         Sums in another order move float64 by 1e-16 of values of order 1, Adam a thousand times that; state in float32
-        is rounded to 6e-8. bfloat16 rounds to 2 ** -9: gradients in it are summed in it over ranks, and those of
-        microbatches, which hold other examples on ranks than alone, are rounded to it one by one.
+        is rounded to 6e-8, and activations in float32 are, many times. bfloat16 rounds to 2 ** -9: gradients in it are
+        summed in it over ranks, and those of microbatches, which hold other examples on ranks than alone, are rounded
+        to it one by one.
         """
         rounded = any("rounded" in op.through for op in self.ops) and self.microbatches > 1
         if rounded or "bfloat16" in self.dtypes or any(op.name == "low" for op in self.ops):
             return 5e-2
+        if self.compute == "float32":
+            return 1e-3 if self.optimizer.name.startswith("adam") else 1e-4
         return 1e-5 if "float32" in self.dtypes else 1e-9
 
 
@@ -233,7 +242,7 @@ class Here(NamedTuple):
 
     def leaf(self, name: str, *, further: int = 0) -> Any:
         """A leaf of the operation's layer, or of one `further` on."""
-        return self.layers[(self.op.layer + further) % len(self.layers)][name].to(WIDE)
+        return self.layers[(self.op.layer + further) % len(self.layers)][name].to(self.step.wide)
 
     @property
     def w(self) -> Any:
@@ -245,7 +254,7 @@ class Here(NamedTuple):
 
 
 def _round(w: Any) -> Any:
-    return w.to(torch.bfloat16).to(WIDE)
+    return w.to(torch.bfloat16).to(w.dtype)
 
 
 THROUGH: dict[str, Callable[[Here, Any], Any]] = {
@@ -277,7 +286,7 @@ def _everywhere(here: Here, x: Tensor) -> Tensor:
 
 
 def _low(here: Here, x: Tensor, y: Tensor) -> Tensor:
-    return torch.tanh(x.to(torch.bfloat16) @ here.w.to(torch.bfloat16)).to(WIDE)
+    return torch.tanh(x.to(torch.bfloat16) @ here.w.to(torch.bfloat16)).to(x.dtype)
 
 
 OPERATIONS: dict[str, Callable[[Here, Tensor, Tensor], Tensor]] = {

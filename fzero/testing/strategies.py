@@ -120,8 +120,10 @@ def train_steps(
     stages: Sequence[int] = (1, 2, 3),
     dtypes: Sequence[str] = STATE_DTYPES,
     loops: Sequence[str] = ("",),
+    compute: str = "float64",
 ) -> TrainStep:
-    """Train steps with every option of `TrainStep`: `loops` among `LOOPS`, leaves of a layer of these `dtypes`."""
+    """Train steps with every option of `TrainStep`: `loops` among `LOOPS`, leaves of a layer of these `dtypes`, and
+    activations of the dtype `compute`."""
     ops = tuple(draw(st.lists(operations(), min_size=1, max_size=max_ops)))
     chosen: Any = tuple(draw(st.lists(st.sampled_from(dtypes), min_size=len(NAMES), max_size=len(NAMES))))
     is_coarse = "bfloat16" in chosen or any(op.name == "low" or "rounded" in op.through for op in ops)
@@ -149,6 +151,7 @@ def train_steps(
         rows=draw(st.integers(1, 3)),
         microbatches=1 if takes_means else draw(st.integers(1, 3)),
         dtypes=chosen,
+        compute=compute,
         loss=draw(st.sampled_from(losses)),
         averaged=draw(st.booleans()) and not accumulates,
         functorch=draw(st.booleans()) and not loop,
