@@ -49,7 +49,8 @@ def summarize_program(program: Program) -> str:
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     files = {name: nbytes for name, nbytes in program.copies().items() if name in ("read", "write")}
     moved += "".join(f", {name}s {format_size(nbytes)}" for name, nbytes in files.items())
-    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {program.memory()}, moves {moved}"
+    peak = program.memory().summary
+    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
 
 
 def _list_lines(program: Program) -> Iterator[Line]:

@@ -178,7 +178,9 @@ def test_the_script_shows_the_mistake_on_the_smallest_step() -> None:
 
 def count_bytes(program: Program) -> dict[str, int]:
     """What the step moves whose reduce-scatters are all-to-alls of padded blocks."""
-    moved = {"all_to_all": sum(4 * program.mesh.size() * node.args[3] for node in program.find(ops.reduce_scatter))}
+    moved = {
+        "all_to_all": sum(program.mesh.size() * node.meta["val"].nbytes for node in program.find(ops.reduce_scatter))
+    }
     for entry in program.comm():
         if entry.op != "reduce_scatter":
             moved[entry.op] = moved.get(entry.op, 0) + entry.nbytes
