@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ from fzero import FzeroError, Program, ops, optim, tree
 from fzero.testing import TrainStep, check_pass
 from fzero.testing.cases import CORNERS
 
-neg, mul = torch.ops.aten.neg.default, torch.ops.aten.mul.Tensor
+mul = torch.ops.aten.mul.Tensor
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
 def scatters(program: Program) -> list[Any]:
@@ -140,14 +144,14 @@ def changes_its_program(program: Program) -> Program:
 
 
 PLANTED: dict[Callable[[Program], Program], tuple[dict[str, Any], str]] = {
-    lists_half_the_bytes: ({}, r"moves lists all_to_all over 'fsdp' of float32, \d+ B as exchange 1, and"),
+    lists_half_the_bytes: ({}, r"moves lists all_to_all over 'fsdp' of float64, \d+ B as exchange 1, and"),
     writes_into_gradients: ({}, r"writes names \[\], and perform writes into part"),
     counts_what_is_padded: ({"exact": False, "rtol": 9, "atol": 9}, "counts padding: gives .* in the padding"),
     keeps_its_own_norm: ({}, "kind says a whole value, the same along 'fsdp', and perform gives .* on rank 0 and"),
     drops_a_wait: ({}, "is waited for 0 times"),
     doubles: ({}, r"gives \S+ for element \d+ of 0\.layers\.0\.\w+, which is \S+ without the pass, in call 1"),
-    refuses: ({"cases": CORNERS[:1]}, r"refuses all 1 steps, the last with: pass 'refuses': takes no program"),
-    looks_on: ({"cases": CORNERS[:1]}, r"changes none of 1 programs"),
+    refuses: ({}, r"refuses all 1 steps, the last with: pass 'refuses': takes no program"),
+    looks_on: ({}, r"changes none of 1 programs"),
     changes_its_program: ({}, "changes the program that it is given; begin with program = program.copy"),
 }  # fmt: skip
 
@@ -162,7 +166,7 @@ def find(rewrite: Callable[[Program], Program], **how: Any) -> str:
 
 
 def test_each_planted_mistake_is_found() -> None:
-    words = {rewrite: find(rewrite, **how) for rewrite, (how, _) in PLANTED.items()}
+    words = {rewrite: find(rewrite, cases=CORNERS[:1], **how) for rewrite, (how, _) in PLANTED.items()}
     wrong = {x.__name__: said for x, said in words.items() if not re.search(PLANTED[x][1], said)}
     assert wrong == {}
 
@@ -208,3 +212,17 @@ def test_a_reference_says_what_results_are() -> None:
     assert check_pass(doubles, reference=of_doubled_gradients, cases=CORNERS[:1]) == 1
     said = find(exchanges_blocks, reference=of_doubled_gradients, cases=CORNERS[:1])
     assert "by the reference, in call 1" in said and "reference=of_doubled_gradients" in said
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page: dict[str, Any] = {"__name__": "docs_testing"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(block, "docs/testing.md", "exec"), page)
+    assert capsys.readouterr().out == "['record', 'linear', 'transpose', 'jvp', 'vmap']\n"
+
+
+def test_without_hypothesis_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "fzero.testing.strategies", raising=False)
+    with pytest.raises(FzeroError, match=r"needs hypothesis, which is not installed; pip install 'fzero\[testing\]'"):
+        importlib.import_module("fzero.testing.strategies")
