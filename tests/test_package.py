@@ -27,8 +27,8 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats pages | general"
-    " | cache | fzero"
+    "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats pages"
+    " | general | cache | fzero"
     " | variants data checkpoint parallel testing | training | deepspeed | hf | lightning | planner | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the

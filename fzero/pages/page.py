@@ -37,7 +37,7 @@ def draw_page(program: Program, limit: int | None = None) -> str:
         f"<h1>{escape(program.name)}</h1><p>{escape(summarize_program(program))}</p>",
         _draw_tiles(program, timeline),
         _draw_panel(
-            "Memory over the step", _draw_memory(program, limit), f"Of the rank with the highest peak, {memory}."
+            "Memory over the step", _draw_memory(program, limit), f"Of the rank with the highest peak, {memory.summary}."
         ),
         _draw_panel("Alive at the peak", _draw_largest(program)),
         _draw_panel("Time", _draw_time(timeline), "By the rates of this step; <code>calibrate</code> measures them."),
