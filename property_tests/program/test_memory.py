@@ -20,7 +20,7 @@ from fzero.program.memory import measure_memory
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
-from fzero.testing.steps import Op, TrainStep
+from fzero.testing.steps import Of, Op, TrainStep
 from fzero.testing.strategies import layouts, train_steps
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Sharded
@@ -29,6 +29,8 @@ from property_tests.running import Running, as_written, finished
 
 Values = list[dict[Node, Any]]
 
+CAST = TrainStep(VirtualMesh(fsdp=1), (Op("low"),), others=Of(()), width=1, stage=1, donate=False)
+"""On one rank the block of a reduce-scatter is a list of slices, and so is the block that is cast."""
 RAGGED = TrainStep(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh")),), width=5)
 """Rank 1 holds more of the matrix than rank 0, and more of every value computed from the slice."""
 
@@ -71,6 +73,7 @@ def test_predicted_memory_bounds_that_of_each_rank_before_any_pass(step: TrainSt
 
 
 @given(train_steps())
+@example(CAST)
 @slow
 def test_predicted_memory_is_near_that_of_some_rank(step: TrainStep) -> None:
     """Apart from the receive buffers of reduce-scatters with more than two ranks, which a simulation does not need."""

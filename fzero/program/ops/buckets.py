@@ -263,6 +263,16 @@ def _place_sent_leaves(allocator: Allocator, node: Node, along: Wire) -> list[An
     return [allocator.new((node, "packed"), packed, along.numel)]
 
 
+def _wait_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """A cast has memory of its own. On one rank it casts each slice of the block."""
+    block, value = allocator.at(node.args[0]), node.meta["val"]
+    if not node.kwargs:
+        return (block,)
+    if isinstance(block, list):
+        return ([allocator.place((node, i), value, at.counts) for i, at in enumerate(block)],)
+    return (allocator.new(node, value),)
+
+
 def _whole_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     value = node.meta["val"]
     if allocator.program.wire_of(node).is_joined(node.args[3]):
@@ -348,6 +358,7 @@ register(
         fake=wait,
         waits=True,
         kind=_wait_kind,
+        memory=_wait_memory,
         perform=_wait,
         **{**_VIEW, "shares": lambda node: not node.kwargs, "work": _wait_work},
     )
