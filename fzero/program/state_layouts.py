@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.layout.layout import Layout, Leaf
+from fzero.layout.layout import ALIGN, Layout, Leaf
 from fzero.layout.splits import Split
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
@@ -124,9 +124,11 @@ def _lay_out_whole(program: Program, path: str, leaf: Leaf, differs: tuple[str, 
     others = [axis for axis in differs if axis != mesh.shard_axis]
     rows = (mesh.size(mesh.shard_axis), *leaf.shape)
     split = Split(mesh.join(others), 0) if others else None
-    row = Leaf(path, (1, *rows) if others else rows, max(1, math.prod(leaf.shape)), split=split)
-    layout = Layout(path, (row,), mesh, align=1)
-    return Lying(layout, 0, leaf.shape, (math.prod(leaf.shape),), dtype, frozenset(differs))
+    numel = math.prod(leaf.shape)
+    is_aligned = numel % ALIGN == 0  # then rows are slices of any layout, as that of a tree of shapes
+    row = Leaf(path, (1, *rows) if others else rows, 1 if is_aligned else max(1, numel), split=split)
+    layout = Layout(path, (row,), mesh, align=ALIGN if is_aligned else 1)
+    return Lying(layout, 0, leaf.shape, (numel,), dtype, frozenset(differs))
 
 
 def _find_leaf(program: Program, path: str, like: str | Node) -> tuple[str, int, torch.dtype]:

@@ -43,5 +43,4 @@ def diloco(
             shared[at] = program.emit(aten.sub.Tensor, old, program.emit(aten.mul.Tensor, step, rate))
         program.return_state(f"{path}.momentum", after)
         program.return_state(path, shared[at])
-    return_instead(program, shared)
-    return program
+    return return_instead(program, shared)
