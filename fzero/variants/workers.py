@@ -49,8 +49,7 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[t
                 user.replace_input_with(old, mine)
             program.return_state(path, new)
             news[at] = old
-    if trained:
-        lost = sorted(program.layouts[bucket].leaves[leaf].path for bucket, leaf in trained)
+    if lost := sorted(program.layouts[bucket].leaves[leaf].path for bucket, leaf in trained):
         raise FzeroError(f"pass {name!r}", f"finds no new value of {lost}", "return all that the step trains")
     return return_instead(program, news), weights
 
