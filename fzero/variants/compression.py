@@ -35,14 +35,15 @@ def compress_scatters(
         kept = count = None
         if keeps:
             program, kept = program.add_state(path, (by.size(world, numel),), by.dtype, differs=mesh.names)
-        if by.counts:
+        if keeps and by.counts:
             program, count = program.step_count()
         replicas = node.kwargs.get("replicas", True)
         with program.graph.inserting_before(node):
-            both = program.emit(by.pack, fulls, bucket, leaves, numel, world, kept, count, options)
-            packed, dtype = program.emit(getitem, both, 0), node.meta["val"].dtype
+            packed = program.emit(by.pack, fulls, bucket, leaves, numel, world, kept, count, options)
             if keeps:
-                program.return_state(path, program.emit(getitem, both, 1))
+                program.return_state(path, program.emit(getitem, packed, 1))
+                packed = program.emit(getitem, packed, 0)
+            dtype = node.meta["val"].dtype
             mean = program.emit(by.exchange, packed, bucket, leaves, numel, dtype, replicas, options)
             program.substitute(node, mean)
     return program

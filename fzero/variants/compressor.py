@@ -26,7 +26,7 @@ class Compressor:
         self.name, self.exchange = name, define_exchange(f"{name}_reduce_scatter", count_bytes, decompress)
         self.pack = ops.define(
             f"{name}_pack", names="leaves", perform=lambda program, node, rank: partial(self._pack, program, node),
-            fake=self._fake, kind=lambda walk, node: [walk.per_rank] * len(node.meta["val"]),
+            fake=self._fake, kind=lambda walk, node: walk.per_rank if node.args[5] is None else [walk.per_rank] * 2,
         )  # fmt: skip
 
     def size(self, world: int, numel: int) -> int:
@@ -41,18 +41,18 @@ class Compressor:
         """What a rank keeps, of [N, S] that compression took, and of what it kept before."""
         return left.view(-1)
 
-    def _fake(self, fulls: Any, bucket: str, leaves: Any, numel: int, world: int, kept: Any, *rest: Any) -> list[Any]:
+    def _fake(self, fulls: Any, bucket: str, leaves: Any, numel: int, world: int, kept: Any, *rest: Any) -> Any:
         packed = fulls[0].new_empty(world * self.count_bytes(numel, *rest[-1]), dtype=torch.uint8)
-        return [packed] if kept is None else [packed, torch.empty_like(kept)]
+        return packed if kept is None else [packed, torch.empty_like(kept)]
 
     def _pack(self, program: Program, node: Any, fulls: Any, bucket: str, leaves: Any, numel: int, world: int,
-              kept: Any, count: Any, options: tuple[Any, ...]) -> list[Tensor]:  # fmt: skip
+              kept: Any, count: Any, options: tuple[Any, ...]) -> Any:  # fmt: skip
         along = program.wire_of(node)
         real = ops.pack_leaves([torch.ones_like(x) for x in fulls], along).view(world, -1) if self.masks else None
         rows = ops.pack_leaves(fulls, along).float().view(world, numel)
         rows = rows if kept is None else rows + self.recall(kept, numel)
         packed = self.compress(rows, real, *options)
         if kept is None:
-            return [packed.view(-1)]
+            return packed.view(-1)
         left = (rows - self.decompress(packed, numel, *options)).nan_to_num(0, 0, 0)  # an overflow is not kept
         return [packed.view(-1), self.store(left if real is None else left * real, kept, count, *options)]
