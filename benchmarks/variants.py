@@ -162,23 +162,21 @@ def count(program: fzero.Program) -> Counter[str]:
 
 
 def show(moved: dict[str, float]) -> str:
-    return ", ".join(f"{key} {nbytes / 1024:.1f}" for key, nbytes in moved.items()) or "-"
+    return ", ".join(f"{key} {nbytes / 1024:.1f}" for key, nbytes in moved.items() if nbytes >= 100) or "-"
 
 
 def write_table(results: dict[str, Any]) -> None:
-    """Prints the rows of the table in docs/variants.md: the lines of the variant's file, and means over seeds."""
-    runs = results["runs"].values()
-    for name in VARIANTS:
-        gaps = [
-            f"{100 * fmean(run[name][key] / run['exact'][key] - 1 for run in runs):+.2f} %"
-            for key in ("loss", "heldout")
-        ]
-        module = name.partition(",")[0]
-        is_one = VARIANTS[name].rewrite is not None
-        file = importlib.import_module(f"fzero.variants.{module}").__file__ if is_one else None
-        lines = str(len(Path(file).read_text().splitlines())) if file else ""
-        row = next(iter(runs))[name]
-        print("|", " | ".join([f"`{name}`", lines, show(row["exact"]), show(row["moved"]), *gaps]), "|")
+    """Prints the rows of the table in docs/variants.md: the lines of the variant's file, bytes, and means over seeds. A
+    run that was stopped has no rows for what it did not come to."""
+    runs = list(results["runs"].values())
+    for name in (name for name in VARIANTS if all(name in run for run in runs)):
+        gaps = [fmean(run[name][key] / run["exact"][key] - 1 for run in runs) for key in ("loss", "heldout")]
+        lines = ""
+        if VARIANTS[name].rewrite is not None:
+            file = importlib.import_module(f"fzero.variants.{name.partition(',')[0]}").__file__
+            lines = str(len(Path(file or "").read_text().splitlines()))
+        moved = [show(runs[0][name][key]) for key in ("exact", "moved")]
+        print("|", " | ".join([f"`{name}`", lines, *moved, *(f"{100 * gap:+.2f} %" for gap in gaps)]), "|")
 
 
 def main() -> None:
