@@ -19,19 +19,20 @@ from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, LayoutTable
-from fzero.program.comm import Comm, list_comm
+from fzero.program.comm import Comms
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value
 from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.lines import format_contents, format_node, format_type, list_shapes
 from fzero.program.listing import list_program
-from fzero.program.memory import Memory, measure_memory
+from fzero.program.memory import measure_memory
 from fzero.program.open import Open, fill_reference, pair_nodes
 from fzero.program.operation import Node
+from fzero.program.peak import Memory
 from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
-from fzero.program.records import find_bodies, record, shares_memory
+from fzero.program.records import comm_of, find_bodies, record, shares_memory
 from fzero.program.refusals import refuse_emit
 from fzero.program.state_layouts import STEP_COUNT, Initial, PassState, lay_out_state
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
@@ -209,9 +210,9 @@ class Program(LayoutTable):
         where = "" if argument.place is None else f" in {argument.place}"
         return f"{format_type(value, shape)} of {argument.bucket}{where}"
 
-    def comm(self) -> list[Comm]:
-        """All collectives, in the order in which every rank starts them."""
-        return list_comm(self)
+    def comm(self) -> Comms:
+        """All collectives, in the order in which every rank starts them. Prints as a table."""
+        return Comms(entry for node in self.graph.nodes for entry in comm_of(self, node))
 
     def copies(self, rank: int = RANK) -> dict[str, int]:
         """Operation -> the bytes that a rank copies by it in a step: "read" and "write" of files, "to_host" and
