@@ -29,12 +29,12 @@ def topk_scatter(program: Program, *, density: float = 0.05) -> Program:
     return compress_scatters(program, "topk_scatter", TOPK, (density,))
 
 
-def count_kept(numel: int, density: float) -> int:
+def count_largest(numel: int, density: float) -> int:
     return min(numel, max(1, math.ceil(density * numel)))
 
 
 def compress(rows: Tensor, real: None, density: float) -> Tensor:
-    found = rows.abs().topk(count_kept(rows.shape[1], density), 1, sorted=False).indices
+    found = rows.abs().topk(count_largest(rows.shape[1], density), 1, sorted=False).indices
     return torch.cat([found.int().view(torch.uint8), rows.gather(1, found).view(torch.uint8)], 1)
 
 
@@ -46,4 +46,4 @@ def decompress(packed: Tensor, size: int, density: float) -> Tensor:
     )
 
 
-TOPK = Compressor("topk", lambda numel, density: 8 * count_kept(numel, density), compress, decompress)
+TOPK = Compressor("topk", lambda numel, density: 8 * count_largest(numel, density), compress, decompress)
