@@ -1,19 +1,23 @@
 """What the variants cost in loss and save in bytes: a byte-level GPT on virtual ranks, exact and with each variant.
 
 python benchmarks/variants.py --json benchmarks/results/variants.json
+python benchmarks/variants.py --table benchmarks/results/variants.json    # the rows of docs/variants.md
 
 All runs of a seed have the same batches and optimizer, and the same initial weights but for the control. The control is
 exact, and begins with weights that are off by a hundredth, which is about what int8 rounding takes: its gap says how
-far apart two exact runs end. The table has the mean loss of the last 20 steps, its gap to that of the exact run, and
-the bytes that a step moves.
+far apart two exact runs end. Printed are the mean loss of the last 20 steps and that of text that is held out, their
+gaps to those of the exact run, and the bytes that a step moves in collectives that the variant changes, beside those
+that the exact step moves in their place on the same mesh.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -26,8 +30,15 @@ from torch.nn.functional import cross_entropy
 import fzero
 from fzero import passes
 from fzero.passes.run import Pass
+from fzero.variants.bf16_scatter import bf16_scatter
+from fzero.variants.diloco import diloco
 from fzero.variants.int8_gather import int8_gather
+from fzero.variants.int8_mean import int8_mean
 from fzero.variants.int8_scatter import int8_scatter
+from fzero.variants.loco_scatter import loco_scatter
+from fzero.variants.power_sgd import power_sgd
+from fzero.variants.sign_scatter import sign_scatter
+from fzero.variants.topk_scatter import topk_scatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import corpus
@@ -35,22 +46,52 @@ from gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab=256, seq=64, dim=64, layers=2, heads=2)
 WINDOWS = 16  # a step, of all ranks together
-LAST = 20  # steps whose losses are averaged
+LAST = 20  # steps whose losses are averaged, and batches of text that is held out
 RATE = 1e-3  # at 4e-3, the main job's, two exact runs end up to 4 % apart
 NOISE = 1e-2  # of each initial weight of the control
-VARIANTS: dict[str, Pass | None] = {
-    "exact": None,
-    "control": None,
-    "int8_gather": int8_gather,
-    "int8_scatter": int8_scatter,
+
+
+class Variant(NamedTuple):
+    """A pass, the pass that it stands in front of, and how many ranks there are along "replica". Each step whose number
+    `every` divides has the pass `meets` in its place."""
+
+    rewrite: Pass | None = None
+    before: str = "prefetch"
+    replicas: int = 1
+    every: int = 1
+    meets: Pass | None = None
+
+
+VARIANTS = {
+    "exact": Variant(),
+    "control": Variant(),
+    "int8_gather": Variant(int8_gather),
+    "bf16_scatter": Variant(bf16_scatter),
+    "int8_mean": Variant(int8_mean),
+    "int8_scatter": Variant(int8_scatter),
+    "loco_scatter": Variant(loco_scatter),
+    "sign_scatter": Variant(sign_scatter),
+    "topk_scatter, density=0.05": Variant(topk_scatter),
+    "power_sgd, rank=4": Variant(power_sgd, "bucket"),
+    "diloco, every 20 steps": Variant(partial(diloco, syncs=False), "bucket", 2, 20, partial(diloco, syncs=True)),
+    "diloco, every 20 steps, rate=1, momentum=0": Variant(
+        partial(diloco, syncs=False, rate=1, momentum=0),
+        "bucket",
+        2,
+        20,
+        partial(diloco, syncs=True, rate=1, momentum=0),
+    ),
 }
 
 
 class Outcome(NamedTuple):
-    """The loss of each step, and the bytes that a step moves by kind of collective."""
+    """The loss of each step, that of text that is held out, and the bytes of a step in the collectives that the variant
+    changes: its own, and those of the exact step on the same mesh."""
 
     losses: list[float]
-    moved: dict[str, int]
+    heldout: float
+    moved: dict[str, float]
+    exact: dict[str, float]
 
     @property
     def loss(self) -> float:
@@ -58,13 +99,16 @@ class Outcome(NamedTuple):
         return fmean(self.losses[-LAST:])
 
 
-def train(variant: Pass | None, ranks: int, steps: int, stage: int, seed: int, noise: float, text: Tensor) -> Outcome:
+def train(
+    variant: Variant, ranks: int, steps: int, stage: int, seed: int, noise: float, text: corpus.Corpus
+) -> Outcome:
     """Train the GPT for some steps on virtual ranks, with a variant among the default passes or without.
 
     `noise` disturbs each initial weight by about this part of its size.
     """
     torch.manual_seed(seed)
-    mesh = fzero.VirtualMesh(fsdp=ranks)
+    inside = {"fsdp": ranks // variant.replicas}
+    mesh = fzero.VirtualMesh(**({"replica": variant.replicas} if variant.replicas > 1 else {}), **inside)
     params, apply = fzero.lower(GPT(CONFIG))
     params = fzero.tree.map(lambda p: p * (1 + noise * torch.randn(p.shape)), params)
     rate = fzero.optim.warmup_cosine_decay_schedule(0.0, RATE, steps // 10, steps, RATE / 10)
@@ -78,21 +122,61 @@ def train(variant: Pass | None, ranks: int, steps: int, stage: int, seed: int, n
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return fzero.optim.apply_updates(params, updates), opt_state, loss
 
-    rewrites = passes.defaults(stage=stage)
-    rewrites = rewrites if variant is None else passes.insert(rewrites, variant, before="prefetch")
-    step = fzero.simulate(train_step, mesh, passes=rewrites)
+    defaults = passes.defaults(stage=stage)
+
+    def simulate(rewrite: Pass | None) -> Any:
+        given = defaults if rewrite is None else passes.insert(defaults, rewrite, before=variant.before)
+        return fzero.simulate(train_step, mesh, passes=given)
+
+    exact, step = simulate(None), simulate(variant.rewrite)
+    meets = step if variant.meets is None else simulate(variant.meets)
     params = fzero.partition(params, mesh)
     opt_state, cut, losses = optimizer.init(params), corpus.Cut(WINDOWS, CONFIG.seq), []
-    first = corpus.train_batch(text, cut, seed=seed, step=0)
-    state, moved = step.init_pass_state(params, opt_state, first), Counter[str]()
-    for comm in step.trace(params, opt_state, first).comm():
-        moved[comm.op] += comm.nbytes
+    first = corpus.train_batch(text.train, cut, seed=seed, step=0)
+    state = step.init_pass_state(params, opt_state, first)
+    usual, apart, together = (count(each.trace(params, opt_state, first)) for each in (exact, step, meets))
+    moved = {key: apart[key] + (together[key] - apart[key]) / variant.every for key in usual | apart | together}
     for index in range(steps):
-        batch = corpus.train_batch(text, cut, seed=seed, step=index)
-        result = step(params, opt_state, batch, pass_state=state)
+        batch = corpus.train_batch(text.train, cut, seed=seed, step=index)
+        result = (step if (index + 1) % variant.every else meets)(params, opt_state, batch, pass_state=state)
         (params, opt_state, loss), state = result if state else (result, state)
         losses.append(loss.item())
-    return Outcome(losses, dict(moved))
+    whole, heldout = (
+        fzero.unpartition(params),
+        [corpus.train_batch(text.heldout, cut, seed=seed, step=index) for index in range(LAST)],
+    )
+    changed = {key for key in moved if moved[key] != usual[key]}
+    return Outcome(
+        losses, fmean(loss_fn(whole, batch).item() for batch in heldout),
+        {key: x for key, x in moved.items() if key in changed and x},
+        {key: x for key, x in usual.items() if key in changed and x},
+    )  # fmt: skip
+
+
+def count(program: fzero.Program) -> Counter[str]:
+    """The bytes of a step by collective and axis."""
+    moved = Counter[str]()
+    for comm in program.comm():
+        moved[f"{comm.op} over {comm.axis}"] += comm.nbytes
+    return moved
+
+
+def show(moved: dict[str, float]) -> str:
+    return ", ".join(f"{key} {nbytes / 1024:.1f}" for key, nbytes in moved.items() if nbytes >= 100) or "-"
+
+
+def write_table(results: dict[str, Any]) -> None:
+    """Prints the rows of the table in docs/variants.md: the lines of the variant's file, bytes, and means over seeds. A
+    run that was stopped has no rows for what it did not come to."""
+    runs = list(results["runs"].values())
+    for name in (name for name in VARIANTS if all(name in run for run in runs)):
+        gaps = [fmean(run[name][key] / run["exact"][key] - 1 for run in runs) for key in ("loss", "heldout")]
+        lines = ""
+        if VARIANTS[name].rewrite is not None:
+            file = importlib.import_module(f"fzero.variants.{name.partition(',')[0]}").__file__
+            lines = str(len(Path(file or "").read_text().splitlines()))
+        moved = [show(runs[0][name][key]) for key in ("exact", "moved")]
+        print("|", " | ".join([f"`{name}`", lines, *moved, *(f"{100 * gap:+.2f} %" for gap in gaps)]), "|")
 
 
 def main() -> None:
@@ -102,23 +186,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and batches")
+    parser.add_argument(
+        "--table", type=Path, help="print the rows of docs/variants.md from such a file, and train nothing"
+    )
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
     flags = parser.parse_args()
     torch.set_num_threads(1)
-    text, runs = corpus.stdlib().train, dict[str, dict[str, Any]]()
-    print(f"{'seed':<6}{'':<14}{'loss':>10}{'gap':>10}   KiB a step")
+    if flags.table:
+        return write_table(json.loads(flags.table.read_text()))
+    text, runs = corpus.stdlib(), dict[str, dict[str, Any]]()
+    print(f"{'seed':<6}{'':<44}{'loss':>10}{'gap':>10}{'held out':>10}{'gap':>10}   KiB a step")
     for seed in flags.seeds:
         exact: Outcome | None = None
         for name, variant in VARIANTS.items():
             noise = NOISE if name == "control" else 0.0
             found = train(variant, flags.ranks, flags.steps, flags.stage, seed, noise, text)
             exact = exact or found
-            moved = ", ".join(f"{op} {nbytes / 1024:.1f}" for op, nbytes in found.moved.items())
-            print(f"{seed:<6}{name:<14}{found.loss:>10.5f}{found.loss / exact.loss - 1:>+10.3%}   {moved}", flush=True)
+            gaps = found.loss / exact.loss - 1, found.heldout / exact.heldout - 1
+            figures = f"{found.loss:>10.5f}{gaps[0]:>+10.3%}{found.heldout:>10.5f}{gaps[1]:>+10.3%}"
+            print(f"{seed:<6}{name:<44}{figures}   {show(found.exact)} -> {show(found.moved)}", flush=True)
             runs.setdefault(str(seed), {})[name] = {"loss": found.loss, **found._asdict()}
-    if flags.json:
-        options = {key: value for key, value in vars(flags).items() if key != "json"}
-        flags.json.write_text(json.dumps(options | machine() | {"runs": runs}, indent=1) + "\n")
+            if flags.json:  # as far as it came
+                options = {key: value for key, value in vars(flags).items() if key not in ("json", "table")}
+                flags.json.write_text(json.dumps(options | machine() | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ def check_equivalence(
     plan: Plan | None = None,
     data: Sequence[str] | None = None,
     split: Rules | None = None,
+    pass_state: Mapping[str, Any] | None = None,
 ) -> dict[str, Difference]:
     """Run `steps` steps sharded on virtual ranks and unsharded, and compare the results after each step.
 
@@ -55,7 +56,8 @@ def check_equivalence(
     returns the new state, tree by tree, and then its other results. Every step gets the same batch. The trees of
     `state` are partitioned by `fzero.partition`, each `like` the trees before it, and the first of them with `split`,
     whose axes `data` leaves out. Every tensor of `batch` is cut along dim 0, one part for each rank. `stage`, `memory`,
-    `reduce_dtype`, `passes`, `plan` and `data` are as in `fzero.simulate`.
+    `reduce_dtype`, `passes`, `plan` and `data` are as in `fzero.simulate`. State that passes keep begins as
+    `pass_state`, by default as `init_pass_state` gives it, and goes from step to step; it is not compared.
 
     Returns:
         Path of each result -> its largest difference over all steps.
@@ -73,18 +75,20 @@ def check_equivalence(
     for part in state:
         sharded = (*sharded, partition(part, mesh, like=sharded, split=None if sharded else split))
     plain = tree.map(lambda leaf: freeze(leaf.detach().clone(), leaf), state)
+    kept = step.init_pass_state(*sharded, *batch) if pass_state is None and passes is not None else pass_state
     largest: dict[str, Difference] = {}
     for number in range(1, steps + 1):
-        got, expected = _run_step(step, sharded, batch), _run_step(train_step, plain, batch)
+        result = step(*sharded, *batch, pass_state=kept)
+        result, kept = result if kept else (result, kept)
+        got, expected = (_as_tuple(each, state) for each in (result, train_step(*plain, *batch)))
         for path, found in _compare_results(got, expected, number, (rtol, atol)).items():
             largest[path] = Difference(*map(max, zip(found, largest.get(path, found))))
         sharded, plain = got[: len(state)], expected[: len(state)]
     return largest
 
 
-def _run_step(step: Callable[..., Any], state: tuple[tree.Tree, ...], batch: tuple[tree.Tree, ...]) -> tuple[Any, ...]:
+def _as_tuple(result: Any, state: tuple[tree.Tree, ...]) -> tuple[Any, ...]:
     """The results of one step, as a tuple that begins with the new state."""
-    result = step(*state, *batch)
     result = result if isinstance(result, tuple) else (result,)
     if len(result) < len(state):
         raise FzeroError(

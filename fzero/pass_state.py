@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.randomness import fold
 from fzero.program.program import Program
+from fzero.program.state_layouts import PassState
 from fzero.ranks.ranks import Ranks
 from fzero.values.sharded import Sharded
 
@@ -19,10 +22,28 @@ def create_pass_state(program: Program, on: Ranks) -> dict[str, Sharded]:
     created = {}
     for state in program.pass_state:
         layout = program.layouts[state.bucket]
-        shape = layout.leaves[0].shape if layout.replicated else (len(layout.part(state.leaf, on.rank)),)
-        local = torch.full(shape, state.initial, dtype=state.dtype, device=device)
-        created[state.path] = Sharded(local, layout, state.leaf, on)
+        part = range(layout.leaves[state.leaf].numel) if layout.replicated else layout.part(state.leaf, on.rank)
+        repeats = layout.splits if on.rank is None else 1  # one process has the values of all ranks
+        if callable(state.initial):
+            values = _draw(state)
+            whole = values.repeat(layout.leaves[state.leaf].numel // max(1, values.numel()))
+            local = whole[part.start : part.stop].repeat(repeats).to(device)
+        else:
+            local = torch.full((repeats * len(part),), state.initial, dtype=state.dtype, device=device)
+        shape = layout.leaves[state.leaf].shape if layout.replicated else local.shape
+        created[state.path] = Sharded(local.view(shape), layout, state.leaf, on)
     return created
+
+
+def _draw(state: PassState) -> Tensor:
+    """The first value of a state, flat, on the host: the same on every rank."""
+    assert callable(state.initial)
+    value = state.initial(state.shape, torch.Generator().manual_seed(fold(0, state.path)))
+    if not isinstance(value, Tensor) or tuple(value.shape) != state.shape:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        problem = f"its initial gives {found} for the shape {list(state.shape)}"
+        raise FzeroError(f"pass_state {state.path!r}", problem, "return a tensor of the shape that initial is given")
+    return value.detach().reshape(-1).to("cpu", state.dtype)
 
 
 def order_pass_state(program: Program, given: Mapping[str, Any] | None, on: Ranks) -> list[Sharded]:

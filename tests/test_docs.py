@@ -388,6 +388,7 @@ MISTAKES: dict[str, Callable[[Page], Any]] = {
     "a node moves past a write into memory that it reads": _fill,
     "a value of one rank's batch meets a slice": _trace(_drops_means, "bucket"),
     "state that depends on one rank's batch": _trace(_keeps_a_loss, "coalesce"),
+    "state is like a leaf that there is not": _trace(lambda program: program.copy().add_state("mine", like="9.w")[0]),
     "two states of one path": _trace(_adds_twice),
     "a bucket is kept at stage 3": lambda page: _deep(page, _keeps_buckets),
     "no pass of that name to stand in front of": _trace(_drops_a_wait, "prefech"),

@@ -20,6 +20,7 @@ from fzero.program.operation import EMITTED_BY, Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import find_loops, name_of, record
 from fzero.program.refusals import line_of
+from fzero.program.state_layouts import IN_A_BODY
 
 Pass = Callable[[Program], Program]
 _log = logging.getLogger("fzero")
@@ -151,12 +152,7 @@ def _run(rewrite: Pass, program: Program, is_placed: bool) -> Program:
         problem = f"leaves {placeholders} placeholders for {arguments} arguments"
         raise FzeroError(where, problem, "add state with program.add_state, which keeps both in step")
     if result.is_body and result.pass_state:
-        problem = "adds state to the body of a loop, and a turn keeps none"
-        way_out = (
-            "add state where program.is_body is false: sync='once' scatters gradients of fzero.accumulate behind its "
-            "loop; fzero.scan scatters in its loop, so let Python loop over the layers"
-        )
-        raise FzeroError(where, problem, way_out)
+        raise FzeroError(where, *IN_A_BODY)
     made = {node.name for node in program.graph.nodes}
     for node in result.graph.nodes if result.graph is not program.graph else ():
         if node.name not in made and EMITTED_BY not in node.meta:

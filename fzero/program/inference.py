@@ -31,6 +31,10 @@ class Walk:
         """The kind of a batch, which differs between ranks along data axes."""
         self.of_slices = frozenset({program.mesh.shard_axis, RAGGED})
         """The kind of a value that is computed from slices and is no slice itself."""
+        kinds = [argument.own for argument in program.arguments]
+        self.own = UNIFORM.union(*[kind.over for kind in kinds if isinstance(kind, Slice)])
+        """The axes along which slices of a pass's state differ. Values that differ along no other axes may meet the
+        slices of a leaf, and make slices that differ so."""
         self._kinds: dict[Node, Kind] = {}
         self._written: dict[Any, frozenset[str]] = {}
         """Memory -> the axes along which the values that were written into it differ."""
@@ -191,7 +195,7 @@ class Walk:
         """The kind of a result that depends on the values `given`, and on 0-d values `beside` them.
 
         A pointwise result of slices of one leaf is a slice of that leaf. Any other result of slices differs between
-        ranks that hold different slices.
+        ranks that hold different slices. Where state of a pass differs along axes, results do that meet it.
         """
         kinds = [kind for x in (*given, *beside) for kind in _flatten(self.of(x))]
         slices = {kind for kind in kinds if isinstance(kind, Slice)}
@@ -200,20 +204,20 @@ class Walk:
             return varies
         if not pointwise:
             return varies.union({RAGGED}, *(axes_of(self.program, kind) for kind in slices))
-        if varies:
+        if varies - self.own:
             raise refuse_drift(self.program, node, varies, next(kind for kind in kinds if isinstance(kind, Slice)))
-        if len(slices) > 1:
-            if len({(kind.bucket, kind.leaf) for kind in slices}) == 1:  # one differs along an axis, and one does not
-                over = sorted(frozenset().union(*(kind.over for kind in slices)))
-                both = " and ".join(sorted((describe_kind(self.program, kind) for kind in slices), key=len))
-                raise self.refuse(node, f"mixes {both}", f"average over {over} first")
+        found, over = next(iter(slices)), varies.union(*(kind.over for kind in slices))
+        is_of_one = len({(kind.bucket, kind.leaf) for kind in slices}) == 1
+        if len(slices) > 1 and is_of_one and not over <= self.own:  # one differs along an axis, and one does not
+            both = " and ".join(sorted((describe_kind(self.program, kind) for kind in slices), key=len))
+            raise self.refuse(node, f"mixes {both}", f"average over {sorted(over)} first")
+        if not is_of_one:
             paths = " and ".join(sorted(path_of(self.program, kind) for kind in slices))
             raise self.refuse(node, f"mixes slices of {paths}", "gather one of them")
-        for shape in (list(x.meta["val"].shape) for x in given if self.of(x) == UNIFORM):
+        for shape in (list(x.meta["val"].shape) for x in given if isinstance(self.of(x), frozenset)):
             if shape:
                 raise self.refuse(node, f"has a whole {shape} meet a slice", "take this rank's slice of it")
-        (found,) = slices
-        return found
+        return replace(found, over=over)
 
     def expect(self, node: Node, given: Node, expected: Kind) -> None:
         """Refuse an operand that is not of the expected kind."""
@@ -221,6 +225,14 @@ class Walk:
         if kind != expected:
             takes = f"takes {describe_kind(self.program, kind)} for {describe_kind(self.program, expected)}"
             raise self.refuse(node, takes)
+
+    def expect_slice(self, node: Node, given: Node, bucket: str, leaf: int) -> frozenset[str]:
+        """The axes along which an operand, a slice of a leaf, differs beside: some of `own`. Refuses any other
+        operand."""
+        kind = self.of(given)
+        over = kind.over & self.own if isinstance(kind, Slice) else UNIFORM
+        self.expect(node, given, Slice(bucket, leaf, over))
+        return over
 
     def expect_full(self, node: Node, given: Node) -> None:
         """Refuse an operand that is a slice, a buffer, or of different sizes on different ranks."""
@@ -242,13 +254,13 @@ class Walk:
             raise self.refuse(node, problem)
 
     def expect_uniform(self, node: Node, use: Node | None = None, but: Sequence[str] = ()) -> None:
-        """Refuse a first operand that differs between ranks, `but` along some axes. `use` is the node of the user's
-        code that a `take` or `beside` prepares the operand for."""
+        """Refuse a first operand that differs between ranks, `but` along some axes, or those of `own`. `use` is the
+        node of the user's code that a `take` or `beside` prepares the operand for."""
         kind = self.of(node.args[0])
         if not isinstance(kind, frozenset):
             takes = f"takes {describe_kind(self.program, kind)} for a uniform value"
             raise self.refuse(node, takes, "gather it first")
-        if kind.difference(but):
+        if kind.difference(but, self.own):
             raise refuse_drift(self.program, node, kind, use=use)
 
 

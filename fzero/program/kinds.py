@@ -48,8 +48,8 @@ class Buffer:
 def kind_of_state(program: Program, value: Argument | Result) -> Kind | None:
     """The kind that a state argument has and a state result must have, or that a loop's body has been given; None for
     other values."""
-    if value.kind is not None or value.bucket is None:
-        return value.kind
+    if value.kind is not None or value.own is not None or value.bucket is None:
+        return value.own if value.kind is None else value.kind
     return UNIFORM if program.layouts[value.bucket].replicated else Slice(value.bucket, value.leaf)
 
 

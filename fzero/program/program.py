@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,12 +18,13 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
-from fzero.layout.layout import Layout, LayoutTable, Leaf
+from fzero.layout.layout import Layout, LayoutTable
 from fzero.program.comm import Comms
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value
 from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
+from fzero.program.lines import format_contents, format_node, format_type, list_shapes
 from fzero.program.listing import list_program
 from fzero.program.memory import measure_memory
 from fzero.program.open import Open, fill_reference, pair_nodes
@@ -33,8 +32,9 @@ from fzero.program.operation import Node
 from fzero.program.peak import Memory
 from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
-from fzero.program.records import body_of, comm_of, find_bodies, record, shares_memory, turns_of
+from fzero.program.records import comm_of, find_bodies, record, shares_memory
 from fzero.program.refusals import refuse_emit
+from fzero.program.state_layouts import STEP_COUNT, Initial, PassState, lay_out_state
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
 
@@ -50,7 +50,8 @@ class Argument:
 
     The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
     body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class. `role`
-    is "seed" or "step" for an argument that random draws follow from. State lies in `place`, None for the device.
+    is "seed" or "step" for an argument that random draws follow from. State lies in `place`, None for the device. State
+    of a pass whose values differ along axes has the kind `own`.
     """
 
     path: str
@@ -61,6 +62,7 @@ class Argument:
     flag: type[Flag] | None = None
     role: str = ""
     place: Placement | None = None
+    own: Kind | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Result:
     `varies` names the mesh axes along which a tensor that is no state differs between ranks. A result of a loop's body
     has the `kind` that it may have in all turns. State is returned in `place`, None for the device. `replaces` is the
     path of the argument in whose place it stands: both are leaves of trees of one structure. "" where there is none.
+    `own` is as in `Argument`.
     """
 
     path: str
@@ -82,21 +85,7 @@ class Result:
     kind: Kind | None = None
     place: Placement | None = None
     replaces: str = ""
-
-
-@dataclass(frozen=True)
-class PassState:
-    """State that a pass added to a step, such as an error-feedback buffer or a second copy of parameters.
-
-    `path` is its name for the user, who holds and saves the state. `bucket` and `leaf` name its layout. Every element
-    is `initial` before the first step.
-    """
-
-    path: str
-    bucket: str
-    leaf: int
-    dtype: torch.dtype
-    initial: float
+    own: Kind | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,21 +194,21 @@ class Program(LayoutTable):
         values = [node.meta["val"] for node in self.placeholders]
         return [
             *(f"argument {given.path}: {self._describe(given, x)}" for given, x in zip(self.arguments, values)),
-            *(f"bucket {name}: {_list_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
-            *(_INDEX.sub(r"\1", f"node {node.name}: {_format_node(node)}") for node in self.graph.nodes),
+            *(f"bucket {name}: {list_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
+            *(_INDEX.sub(r"\1", f"node {node.name}: {format_node(node)}") for node in self.graph.nodes),
             *(f"body {line}" for body in find_bodies(self.graph) for line in body.lines()),
         ]
 
     def constant_lines(self) -> list[str]:
         """What must be the same on all ranks at each call: the present contents of constants, one line each."""
-        return [f"constant {name}: {_format_type(x)} {_format_contents(x)}" for name, x in self.constants.items()]
+        return [f"constant {name}: {format_type(x)} {format_contents(x)}" for name, x in self.constants.items()]
 
     def _describe(self, argument: Argument, value: Tensor) -> str:
         if argument.bucket is None:
-            return _format_type(value)
+            return format_type(value)
         shape = self.layouts[argument.bucket].leaves[argument.leaf].shape
         where = "" if argument.place is None else f" in {argument.place}"
-        return f"{_format_type(value, shape)} of {argument.bucket}{where}"
+        return f"{format_type(value, shape)} of {argument.bucket}{where}"
 
     def comm(self) -> Comms:
         """All collectives, in the order in which every rank starts them. Prints as a table."""
@@ -262,34 +251,55 @@ class Program(LayoutTable):
         return leaf or value.path
 
     def add_state(
-        self, path: str, shape: Sequence[int], dtype: torch.dtype, *, initial: float = 0.0, replicated: bool = False
+        self,
+        path: str,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        like: str | Node | None = None,
+        initial: Initial = 0.0,
+        replicated: bool = False,
+        differs: Sequence[str] = (),
     ) -> tuple[Program, Node]:
         """`(program, node)`: a program with one more state, and the node of its value. Changes this program's graph.
 
-        `shape` is the shape over all ranks. Each rank holds one slice of it, or with `replicated` all of it. The step
-        returns the state unchanged, unless the pass calls `return_state`. The user holds the state: the first value
-        comes from `step.init_pass_state`, every call takes the state and returns the new one beside its results.
+        `shape` is the shape over all ranks. Each rank holds one slice of it, or with `replicated` all of it. State that
+        is `like` a leaf, given by path or node, lies in slices as the leaf does, and has its dtype unless one is given.
+        Along the axes of `differs` each rank has its own; with the shard axis among them, a whole value, flat.
+        `initial` is a number, or a function of the shape and a generator, whose seed follows from `path`.
+
+        The step returns the state unchanged, unless the pass calls `return_state`. The user holds the state: the first
+        value comes from `step.init_pass_state`, every call takes the state and returns the new one beside its results.
 
         Raises:
-            FzeroError: for a path that an argument has already.
+            FzeroError: for a path that an argument has already; as `lay_out_state`.
         """
         if path in [argument.path for argument in self.arguments] or path in self.layouts:
             raise FzeroError(path, "the step has an argument of this name", "name a pass's state after the pass")
-        leaf = Leaf(path, tuple(shape))
-        layout = Layout(path, (leaf,), self.mesh, replicated=replicated)
-        local = tuple(shape) if replicated else (len(layout.part(0, RANK)),)
-        device = torch.device(find_device_type(self.graph))
+        layout, leaf, whole, local, of_leaf, own = lay_out_state(self, path, shape, like, replicated, tuple(differs))
+        dtype = dtype or of_leaf
         with self.graph.inserting_after(self.placeholders[-1]) if self.placeholders else nullcontext(), self.fake_mode:
             node = self.graph.placeholder(re.sub(r"\W", "_", path))
-            node.meta["val"] = torch.empty(local, dtype=dtype, device=device)
+            node.meta["val"] = torch.empty(local, dtype=dtype, device=find_device_type(self.graph))
         self.output.args = ([*self.output.args[0], node],)
         return replace(
             self,
-            arguments=(*self.arguments, Argument(path, path, 0)),
-            results=(*self.results, Result(path, path, 0)),
-            layouts={**self.layouts, path: layout},
-            pass_state=(*self.pass_state, PassState(path, path, 0, dtype, initial)),
+            arguments=(*self.arguments, Argument(path, layout.bucket, leaf, own=own)),
+            results=(*self.results, Result(path, layout.bucket, leaf, own=own)),
+            layouts={**self.layouts, layout.bucket: layout},
+            pass_state=(*self.pass_state, PassState(path, layout.bucket, leaf, dtype, initial, whole)),
         ), node
+
+    def step_count(self) -> tuple[Program, Node]:
+        """`(program, node)`: the number of steps before this one, 0-d int64, which is state as that of `add_state`.
+        All passes of a step share it."""
+        paths = [argument.path for argument in self.arguments]
+        if STEP_COUNT in paths:
+            return self, self.placeholders[paths.index(STEP_COUNT)]
+        program, node = self.add_state(STEP_COUNT, (), torch.int64, replicated=True)
+        with program.graph.inserting_before(program.output):
+            program.return_state(STEP_COUNT, program.emit(torch.ops.aten.add.Scalar, node, 1))
+        return program, node
 
     def return_state(self, path: str, node: Node) -> None:
         """Let the step return the value of `node` as the new value of the state `path`, which a pass added."""
@@ -371,25 +381,3 @@ class Program(LayoutTable):
         # Outside of inference mode torch refuses writes into what was made in it, and passes write there.
         with self.fake_mode, mute_fakes(), torch.inference_mode() if is_inference else nullcontext():
             return record(target).fake(*args, **kwargs)
-
-
-def _format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape if shape is None else shape)}"
-
-
-def _format_node(node: Node) -> str:
-    if body_of(node) is None:
-        return str(node.format_node())
-    return f"%{node.name} = {turns_of(node)} turns of a body with {node.args[2:]}"
-
-
-def _list_shapes(layout: Layout) -> list[list[int]]:
-    return [list(leaf.shape) for leaf in layout.leaves]
-
-
-def _format_contents(value: Tensor) -> str:
-    """The elements of a tensor, or where there are more than 16 a hash of their bytes."""
-    flat = value.detach().cpu().reshape(-1).contiguous()
-    if flat.numel() <= 16:
-        return str(flat.tolist())
-    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).hexdigest()[:16]

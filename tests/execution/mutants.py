@@ -25,8 +25,8 @@ from fzero.variants import int8_gather, int8_mean, int8_scatter
 MESH = VirtualMesh(fsdp=2)
 TARGETS = {
     "int8_gather": [int8_gather.int8_all_gather],
-    "int8_mean": [int8_mean.pack],
-    "int8_scatter": [int8_scatter.add_error, int8_scatter.exchange],
+    "int8_mean": [int8_scatter.INT8.pack],
+    "int8_scatter": [int8_scatter.INT8.pack, int8_scatter.INT8.exchange],
 }
 PASSES = {"int8_gather": int8_gather.int8_gather, "int8_mean": int8_mean.int8_mean,
           "int8_scatter": int8_scatter.int8_scatter}  # fmt: skip
@@ -191,11 +191,11 @@ def list_mutants() -> list[Mutant]:
     for variant, targets in TARGETS.items():
         for target in targets:
             original = record(target)
-            two = original.name == "int8_add_error"
+            two = variant == "int8_scatter" and target is int8_scatter.INT8.pack
             for number, (name, fields, says) in enumerate(_list_changes(original, two)):
                 if name == "shares" and two:
                     continue  # `shares` is of a single result
-                mutant = f"{original.name}_{number}"
+                mutant = f"{variant}_{original.name}_{number}"
 
                 def call(*args: Any, fake: Any = original.fake, **kwargs: Any) -> Any:
                     return fake(*args, **kwargs)
@@ -205,7 +205,9 @@ def list_mutants() -> list[Mutant]:
                 )
                 register(wrong)
                 made.append(
-                    Mutant(f"{original.name}: {name}", variant, target, wrong, f"operation '{mutant}': .*{says}")
+                    Mutant(
+                        f"{variant}, {original.name}: {name}", variant, target, wrong, f"operation '{mutant}': .*{says}"
+                    )
                 )
     return made
 

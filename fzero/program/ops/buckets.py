@@ -112,9 +112,8 @@ def _check_start(program: Program, node: Node) -> None:
 
 def _all_gather_kind(walk: Walk, node: Node) -> Kind:
     slices, bucket, leaves, _ = node.args
-    for given, leaf in zip(slices, leaves, strict=True):
-        walk.expect(node, given, Slice(bucket, leaf))
-    return Buffer(True, bucket, tuple(leaves))
+    over = [walk.expect_slice(node, given, bucket, leaf) for given, leaf in zip(slices, leaves, strict=True)]
+    return Buffer(True, bucket, tuple(leaves), over=frozenset().union(*over))
 
 
 def _reduce_scatter_kind(walk: Walk, node: Node) -> Kind:
@@ -139,7 +138,7 @@ def _wait_kind(walk: Walk, node: Node) -> Kind:
 
 def _whole_kind(walk: Walk, node: Node) -> Kind:
     walk.expect_shape(node, node.args[4], node.args[1], _expect_buffer(walk, node, gathered=True))
-    return frozenset(walk.program.layouts[node.args[1]].split_axes)
+    return walk.of(node.args[0]).over.union(walk.program.layouts[node.args[1]].split_axes)
 
 
 def _part_kind(walk: Walk, node: Node) -> Kind:
@@ -151,7 +150,7 @@ def _expect_buffer(walk: Walk, node: Node, *, gathered: bool) -> int:
     """The leaf that a node takes from its buffer. Refuses a buffer of other leaves than the node names."""
     buffer, bucket, leaves, position, _ = node.args
     kind = walk.of(buffer)
-    over = kind.over if isinstance(kind, Buffer) and not gathered else frozenset()
+    over = kind.over if isinstance(kind, Buffer) else frozenset()
     walk.expect(node, buffer, Buffer(gathered, bucket, tuple(leaves), done=True, over=over))
     if not 0 <= position < len(leaves):
         raise walk.refuse(node, f"takes leaf {position} of {len(leaves)} in a buffer")

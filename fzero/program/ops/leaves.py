@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.layout import buffers
 from fzero.layout.layout import Layout
-from fzero.program.kinds import UNIFORM, Kind, Slice
+from fzero.program.kinds import Kind, Slice
 from fzero.program.linear import apply
 from fzero.program.operation import NO_WORK, Node
 from fzero.program.ops.buckets import check_leaves, find_replica_axes, list_gather, list_scatter
@@ -61,9 +61,9 @@ def take_leaf(x: Tensor, layout: Layout, leaf: int, on: MovePerformer | None = N
 
 def _gather_kind(walk: Walk, node: Node) -> Kind:
     source, bucket, leaf, shape = node.args
-    walk.expect(node, source, Slice(bucket, leaf))
+    over = walk.expect_slice(node, source, bucket, leaf)
     walk.expect_shape(node, shape, bucket, leaf)
-    return frozenset(walk.program.layouts[bucket].split_axes)
+    return over.union(walk.program.layouts[bucket].split_axes)
 
 
 def _gather_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
@@ -140,7 +140,7 @@ def _take_kind(walk: Walk, node: Node) -> Kind:
     layout = walk.program.layouts[node.args[1]]
     walk.expect_uniform(node, use=next(iter(node.users), node), but=layout.split_axes)
     walk.expect_leaf(node, *node.args[:3])
-    return Slice(*node.args[1:3])
+    return Slice(node.args[1], node.args[2], walk.own.intersection(walk.of(node.args[0])))
 
 
 def _take_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ take = register_for_tracing(
 
 def _beside_kind(walk: Walk, node: Node) -> Kind:
     walk.expect_uniform(node, use=next(iter(node.users), node))
-    return UNIFORM
+    return walk.of(node.args[0])
 
 
 def _spread_kind(walk: Walk, node: Node) -> Kind:

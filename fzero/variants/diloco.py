@@ -1,0 +1,46 @@
+"""Workers that train apart and meet now and then: DiLoCo (Douillard et al., 2023, arXiv:2311.08105), local SGD (Stich,
+2018, arXiv:1805.09767). Each position along an axis is a worker, with ZeRO inside. Two steps take the same state:
+
+    apart, together = (fzero.shard(step, mesh, passes=[..., partial(diloco, syncs=x), ...]) for x in (False, True))
+
+Over the axis a step apart moves no gradient: 4 bytes for each flag in its state, and means that the step returns. One
+together moves also an all-reduce of each rank's slices of the weights: their bytes, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import Program, ops
+from fzero.variants.workers import return_instead, train_apart
+
+aten = torch.ops.aten
+
+
+def diloco(
+    program: Program, *, syncs: bool, rate: float = 0.7, momentum: float = 0.9, axis: str = "replica"
+) -> Program:
+    """Let each worker train weights and optimizer state of its own, which the pass keeps. The step's weights are those
+    that workers share: a step that `syncs` moves them, by Nesterov's momentum, by the mean of the workers' distances,
+    and workers go on from there. The step's optimizer state stays as it is. A rate of 1 without momentum is local SGD.
+
+    Raises:
+        FzeroError: behind the pass bucket; on a mesh without the axis or with model axes; where the step has a loop,
+            trains a leaf that every rank holds, or returns nothing in the place of a leaf that it trains.
+    """
+    program, weights = train_apart(program, "diloco", axis)
+    shared = dict[int, Any]()
+    for path, at, old, new in weights:
+        program, before = program.add_state(f"{path}.momentum", like=old)
+        if not syncs:
+            continue
+        with program.graph.inserting_before(program.output):
+            distance = program.emit(aten.sub.Tensor, old, program.emit(ops.all_reduce, new, "avg", axis))
+            after = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, before, momentum), distance)
+            step = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, after, momentum), distance)
+            shared[at] = program.emit(aten.sub.Tensor, old, program.emit(aten.mul.Tensor, step, rate))
+        program.return_state(f"{path}.momentum", after)
+        program.return_state(path, shared[at])
+    return return_instead(program, shared)

@@ -1,0 +1,54 @@
+"""The all-to-all of compressed gradients, and the mean of what a rank gets, in float32.
+
+Bytes of a bucket of N ranks with S elements each: N B of uint8, B = `count_bytes(S)`. On a mesh with a replica axis the
+mean over replicas stays exact: an all-reduce of S float32 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fzero import Program, ops
+
+
+def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Callable[..., Any]) -> Any:
+    """The operation `name` of `(packed, bucket, leaves, S, dtype, replicas, options)`, in place of a reduce-scatter."""
+
+    def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
+        axis, over, what = program.mesh.shard_axis, _list_replicas(program, node), f"{name} of {node.args[1]}"
+
+        def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
+            received = yield ops.AllToAll(what, axis, packed)
+            rows = received.view(program.mesh.size(axis), -1)
+            block = decompress(rows, numel, *options).mean(0)  # [S]
+            if over:
+                block = yield ops.AllReduce(f"{what} over {over}", over, block, "avg")
+            return block.to(dtype)
+
+        return run
+
+    def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
+        axis, over, numel = program.mesh.shard_axis, _list_replicas(program, node), node.args[3]
+        nbytes = program.mesh.size(axis) * count_bytes(numel, *node.args[6])
+        yield ops.Comm("all_to_all", axis, node.args[1], torch.uint8, nbytes)
+        if over:
+            yield ops.Comm("all_reduce", over, node.args[1], torch.float32, 4 * numel)
+
+    def find_kind(walk: Any, node: Any) -> ops.Buffer:
+        over = frozenset() if node.args[5] else frozenset(walk.program.mesh.replica_axes)
+        return ops.Buffer(False, node.args[1], tuple(node.args[2]), over=over)
+
+    return ops.define(
+        name, like=ops.reduce_scatter, perform=perform, kind=find_kind, moves=list_moves,
+        fake=lambda packed, bucket, leaves, numel, dtype, *_: packed.new_empty(numel, dtype=dtype),
+        check=lambda program, node: None,
+    )  # fmt: skip
+
+
+def _list_replicas(program: Program, node: Any) -> str:
+    """The axes, together, over which a scatter takes the mean behind that over the shard axis; "" for none."""
+    axes = [axis for axis in program.mesh.replica_axes if node.args[5] and program.mesh.size(axis) > 1]
+    return program.mesh.join(axes) if axes else ""

@@ -1,0 +1,51 @@
+"""Gradients as 4-bit integers, with an average of errors as feedback: LoCo (Xie et al., 2024, arXiv:2407.04480).
+
+Two elements to a byte, and for 256 of them one float32 scale. Bytes of a bucket of N ranks with S elements each:
+N (ceil(S / 2) + 4 ceil(S / 256)), where the exact step moves 4 N S. The average is kept as 8-bit integers with scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import Program
+from fzero.variants import quantization
+from fzero.variants.compression import compress_scatters
+from fzero.variants.compressor import Compressor
+
+
+def loco_scatter(program: Program, *, beta: float = 0.8, period: int = 1024) -> Program:
+    """Scatter every gradient as int4, by an all-to-all, and take the mean in float32 on each rank. No element that a
+    rank sends changes by more than 1/14 of the largest in its block. A rank adds to its gradient the average error,
+    beta times the old average and 1 - beta times the new error, which is zero again after each `period` of steps.
+
+    Raises:
+        FzeroError: on a mesh with model axes, where nothing is scattered, and where a loop scatters.
+    """
+    return compress_scatters(program, "loco_scatter", LOCO, (beta, period))
+
+
+class _Loco(Compressor):
+    dtype, counts = torch.uint8, True
+
+    def size(self, world: int, numel: int) -> int:
+        return world * quantization.count_bytes(numel)
+
+    def recall(self, kept: Tensor, numel: int) -> Tensor:
+        return quantization.dequantize(kept.view(-1, quantization.count_bytes(numel)), numel)
+
+    def store(self, left: Tensor, kept: Tensor, count: Tensor | None, *options: Any) -> Tensor:
+        beta, period = options
+        average = beta * self.recall(kept, left.shape[1]) + (1 - beta) * left
+        return quantization.quantize(torch.where((count + 1) % period == 0, 0.0, average)).view(-1)  # type: ignore
+
+
+LOCO = _Loco(
+    "loco",
+    lambda numel, *_: quantization.count_nibbles(numel),
+    lambda rows, real, *_: quantization.quantize_to_4_bits(rows),
+    lambda packed, size, *_: quantization.dequantize_4_bits(packed, size),
+)

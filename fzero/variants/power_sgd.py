@@ -1,0 +1,60 @@
+"""Gradients as products of two thin matrices, with error feedback: PowerSGD (Vogels et al., 2019, arXiv:1905.13727).
+
+A gradient of n x m elements moves as r (n + m) float32 numbers in two all-reduces: 4 r (n + m) bytes, where the exact
+step scatters 4 n m. Each rank keeps what this takes, n m float32 numbers for each gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import getitem
+from typing import Any
+
+import torch
+
+from fzero import FzeroError, Program, ops
+
+aten = torch.ops.aten
+
+
+def power_sgd(program: Program, *, rank: int = 4) -> Program:
+    """Replace the scatter of each gradient of two or more dims by one step of power iteration for its first `rank`
+    singular vectors, where that moves fewer bytes. Dims behind the first count as one. Exact, up to rounding, where
+    the rank of the mean gradient, with what ranks keep, is at most `rank`. The place is in front of the pass bucket.
+
+    Raises:
+        FzeroError: on a mesh with model axes, where there is no such gradient, and where a loop scatters one.
+    """
+    program, found = program.copy(), 0
+    for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
+        n, *others = node.args[0].meta["val"].shape or (1,)
+        is_mean, m = not program.model_axes and node.kwargs.get("replicas", True), math.prod(others)
+        if is_mean and others and rank * (n + m) < n * m:
+            program, found = _replace(program, node, f"power_sgd.{found}.{node.args[1]}", rank, n, m), found + 1
+    if not found and not program.is_body:
+        problem = f"finds no gradient on {program.mesh} that moves in fewer bytes as matrices of rank {rank}"
+        raise FzeroError("pass 'power_sgd'", problem, "put it before='bucket', on data axes, or lower the rank")
+    return program
+
+
+def _replace(program: Program, node: Any, path: str, rank: int, n: int, m: int) -> Program:
+    (full, *where), names, emit = node.args, program.mesh.names, program.emit
+    program, error = program.add_state(f"{path}.error", (n, m), torch.float32, differs=names)
+    program, first = program.add_state(f"{path}.q", (m, rank), torch.float32, replicated=True, initial=_draw)
+    with program.graph.inserting_before(node):
+        whole = emit(aten.add.Tensor, *(emit(aten.reshape.default, x, [n, m]) for x in (full, error)))  # float32
+        p = emit(ops.all_reduce, emit(aten.mm.default, whole, first), "avg", program.mesh.join(names))
+        p = emit(getitem, emit(aten.linalg_qr.default, p), 0)  # [n, r] orthogonal columns
+        q = emit(ops.all_reduce, emit(aten.mm.default, emit(aten.t.default, whole), p), "avg", program.mesh.join(names))
+        sent = emit(aten.mm.default, p, emit(aten.t.default, q))
+        left = emit(aten.nan_to_num.default, emit(aten.sub.Tensor, whole, sent), 0.0, 0.0, 0.0)
+        program.return_state(f"{path}.error", emit(aten.reshape.default, left, [n * m]))
+        program.return_state(f"{path}.q", emit(aten.nan_to_num.default, q, 0.0, 0.0, 0.0))
+        cast = emit(aten._to_copy.default, sent, dtype=node.meta["val"].dtype)
+        shaped = emit(aten.reshape.default, cast, list(full.meta["val"].shape))
+        program.substitute(node, emit(ops.take, shaped, *where))
+    return program
+
+
+def _draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
