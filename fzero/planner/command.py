@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
-from fzero.planner.hardware import ATTAINED, HARDWARE
+from fzero.program.hardware import ATTAINED, HARDWARE
 from fzero.program.rates import Rates, read_rates
 
 if TYPE_CHECKING:
