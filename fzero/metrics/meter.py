@@ -14,7 +14,7 @@ from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import find_model_axes
 from fzero.metrics.sinks import Sink, Write
-from fzero.metrics.values import Costs, Measured, find_memory, join_ranks, measure_program
+from fzero.metrics.values import Measured, StepCosts, find_memory, join_ranks, measure_program
 from fzero.program.hardware import find_hardware
 from fzero.program.program import Program
 from fzero.ranks.live import find_ranks
@@ -74,7 +74,7 @@ class Meter:
         self._sharers = self._on.mesh.size(self._on.mesh.join(model_axes)) if is_shared else 1
         self._device = self._on.choose_device()
         self._peak_flops = peak_flops or _find_peak_flops(self._device)
-        self._known: dict[int, Costs] = {}
+        self._known: dict[int, StepCosts] = {}
         self._open: list[Write] = []
         self._do("opening the sinks", lambda: self._open_sinks(sinks))
         self._begin()
@@ -153,7 +153,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start = time.perf_counter()
 
-    def _find_costs(self, program: Program) -> Costs:
+    def _find_costs(self, program: Program) -> StepCosts:
         """The costs of a program, which is counted once."""
         if not isinstance(program, Program):
             raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.trace(*args) returns")
@@ -164,7 +164,7 @@ class Meter:
             found = self._known[id(program)] = measure_program(program)
         return found
 
-    def _measure(self, loss: Any, given: Mapping[str, Any], costs: Costs | None) -> Measured:
+    def _measure(self, loss: Any, given: Mapping[str, Any], costs: StepCosts | None) -> Measured:
         """What this process measured since it last logged."""
         number, means = _read("loss", loss), {name: _read(name, value) for name, value in given.items()}
         seconds = time.perf_counter() - self._start  # behind the values, for which this thread waits

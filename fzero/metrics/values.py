@@ -21,7 +21,7 @@ _COUNTS = ("num_alloc_retries", "num_ooms")
 """Keys of `torch.cuda.memory_stats`, and torchtitan's names of these."""
 
 
-class Costs(NamedTuple):
+class StepCosts(NamedTuple):
     """What one rank does in a step: `flops`, those of them that are computed `again`, the predicted bytes at the peak,
     and the predicted seconds, None where no one has measured the machine."""
 
@@ -53,11 +53,11 @@ class Measured(NamedTuple):
     peak_flops: float | None
 
 
-def measure_program(program: Program) -> Costs:
+def measure_program(program: Program) -> StepCosts:
     """The costs of a program, from its nodes."""
     seconds = None if program.measured is None else program.timeline().seconds
     flops = sum(count_flops(program).values())
-    return Costs(program, flops, count_flops_again(program), program.memory().peak, seconds)
+    return StepCosts(program, flops, count_flops_again(program), program.memory().peak, seconds)
 
 
 def find_memory(device: torch.device) -> dict[str, float]:

@@ -32,6 +32,10 @@ POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PO
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "train-workers-0-0.train"}
 
 
+def without(variables: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in variables.items() if key != name}
+
+
 @pytest.mark.parametrize(
     ("variables", "launch"),
     [
@@ -72,12 +76,12 @@ def test_what_a_launcher_sets_is_understood(variables: dict[str, str], launch: L
         (SRUN | {"RANK": "0", "WORLD_SIZE": "4"}, "RANK and WORLD_SIZE: are 0 and 4, and SLURM says 3 and 4; unset"),
         (SRUN | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "RANK and WORLD_SIZE: are 0 and 4, and SLURM"),
         (SRUN | {"RANK": "3", "WORLD_SIZE": "8"}, "RANK and WORLD_SIZE: are 3 and 8, and SLURM says 3 and 4"),
-        ({key: x for key, x in SRUN.items() if key != "SLURM_LOCALID"}, "SLURM: SLURM_LOCALID: is not set"),
+        (without(SRUN, "SLURM_LOCALID"), "SLURM: SLURM_LOCALID: is not set"),
         (
-            {key: x for key, x in TORCHRUN.items() if key != "LOCAL_RANK"},
+            without(TORCHRUN, "LOCAL_RANK"),
             "torchrun: LOCAL_RANK: is not set beside RANK",
         ),
-        ({key: x for key, x in MPI.items() if key != "MASTER_ADDR"}, "MASTER_ADDR: is not set, and Open MPI does not"),
+        (without(MPI, "MASTER_ADDR"), "MASTER_ADDR: is not set, and Open MPI does not"),
         ({"RANK": "1"}, "RANK and WORLD_SIZE: WORLD_SIZE: is not set beside RANK"),
         ({"WORLD_SIZE": "2"}, "RANK and WORLD_SIZE: RANK: is not set beside WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE: MASTER_ADDR: is not set beside RANK, WORLD_SIZE"),
