@@ -79,9 +79,8 @@ def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
         FzeroError: for a mesh that the ranks do not make, for ranks that do not come.
     """
     facts, launch = find_facts(), find_launch(os.environ)
-    if mesh is not None:
-        read_mesh("--mesh", mesh)
     if launch == ALONE:
+        read_mesh("--mesh", (mesh or "fsdp=1").replace("*", "1"))
         alone = "this process alone; to try collectives: torchrun --nproc-per-node 2 -m fzero doctor"
         return [*_describe(facts.shown), f"ranks        {alone}", *_advise(facts.advice)]
     choose_shape(mesh, launch.world)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import FzeroError, VirtualMesh, metrics, tree
+from fzero.metrics.traces import PREDICTED, add_prediction
 from fzero.metrics.values import Measured, join_ranks
 from fzero.program.flops import count_flops, count_flops_again
 from fzero.program.hardware import HARDWARE, find_hardware
@@ -153,6 +154,10 @@ def log_steps(mesh: DeviceMesh, path: Path) -> Any:
     program = step.trace(params, x)
     params, loss = step(params, x)
     meter.record(loss, tokens=4, program=program)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for _ in range(2):
+            params, _ = step(params, x)
+    metrics.export_trace(f"{path}.{rank}", seen, program)
     found = meter.record(torch.tensor(0.1 + rank), tokens=1 + rank, grad_norm=rank)
     meter.close()
     failing = metrics.Sink("mine", lambda: metrics.Write(lambda step, values: 1 // 0, lambda: None))
@@ -199,6 +204,25 @@ def test_ranks_have_the_same_numbers_and_one_writes(on_ranks: Any) -> None:
     assert rows[0]["loss_metrics/global_avg_loss"] == rows[0]["loss_metrics/global_max_loss"] == loss
     assert rows[0]["tflops"] == pytest.approx((LAYERS + 1) * 6 * PRODUCT / rows[0]["time_metrics/end_to_end(s)"] / 1e12)
     assert later < loss
+
+
+def test_a_trace_has_what_was_predicted_beside_what_was_measured(on_ranks: Any, programs: list[Any]) -> None:
+    """At the first collective of each step, on lanes of a process of their own."""
+    path, _ = on_ranks
+    events = json.loads(Path(f"{path}.1").read_text())["traceEvents"]
+    timeline = programs[0].timeline()
+    first = min(timeline.transfers, key=lambda transfer: transfer.start)
+    predicted, measured = (
+        [x for x in events if (x.get("pid") == PREDICTED) == is_predicted and x.get("ph") == "X"]
+        for is_predicted in (True, False)
+    )
+    assert len(predicted) == 2 * sum(map(len, timeline.lanes.values()))
+    assert {x["args"]["name"] for x in events if x.get("pid") == PREDICTED and x["ph"] == "M"} >= {"predicted"}
+    times = [sorted(x["ts"] for x in each if x["name"] == first.name) for each in (predicted, measured)]
+    a_step = len(times[1]) // 2
+    assert times[0][:: len(times[0]) // 2] == pytest.approx(times[1][::a_step]) and len(times[1]) == 2 * a_step
+    with pytest.raises(FzeroError, match="has no collective of"):
+        add_prediction({"traceEvents": []}, programs[0])
 
 
 @pytest.mark.parametrize(
