@@ -27,7 +27,8 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim launch | ranks | program | values | tracing passes execution state | budget formats | general"
+    "base | files layout optim launch | ranks | program | values | tracing passes execution state"
+    " | budget formats pages | general"
     " | cache | fzero"
     " | variants data checkpoint parallel metrics | training | deepspeed | hf | lightning | planner | __main__"
 )
@@ -374,8 +375,8 @@ MESH_OF_THE_USER = (
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero",
     "hf.accelerator", "hf.files", "hf.generation", "hf.merging", "hf.padding", "hf.parallelize", "hf.prepared",
     "hf.pretrained", "hf.sharing", "hf.together", "hf.trainer", "hf.trl_trainers", "hf.updates",
-    "metrics.meter", "training.models", "training.programs", "ranks.live", "lightning.strategy", "state.build.build", "state.init",
-    "state.partition", "state.safetensors.loading",
+    "metrics.meter", "training.models", "training.programs", "ranks.live", "lightning.strategy", "state.build.build",
+    "state.init", "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
 """Modules that take a user's mesh, a `VirtualMesh` or torch's `DeviceMesh`. torch.distributed, whose class that is, is
