@@ -103,7 +103,7 @@ class Meter:
         loss: Any,
         *,
         tokens: int | None = None,
-        program: Any = None,
+        program: Program | None = None,
         grad_norm: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> dict[str, float] | None:

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 @check_arguments
-def export_trace(path: str | os.PathLike[str], seen: Any, program: Any) -> None:
+def export_trace(path: str | os.PathLike[str], seen: Any, program: Program) -> None:
     """Write a profile of torch to a JSON file for ui.perfetto.dev, with a process "predicted" beside the measured ones.
 
     `seen` is a `torch.profiler.profile` around one or more steps, `program` what `step.trace` returned for them. The
