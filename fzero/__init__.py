@@ -64,6 +64,7 @@ _ROOMS = {
     "lightning": "fzero.lightning",
     "metrics": "fzero.metrics",
     "parallel": "fzero.parallel",
+    "testing": "fzero.testing",
 }
 
 __all__ = [
