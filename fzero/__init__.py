@@ -6,7 +6,7 @@ gradients and optimizer state in slices:
     step = fzero.shard(train_step, mesh)
 
 `fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf`, `fzero.initializers`, `fzero.launch`,
-`fzero.lightning`, `fzero.metrics` and `fzero.parallel` are imported where they are first used.
+`fzero.lightning`, `fzero.metrics`, `fzero.parallel` and `fzero.testing` are imported where they are first used.
 """
 
 import importlib
