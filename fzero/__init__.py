@@ -5,8 +5,8 @@ gradients and optimizer state in slices:
 
     step = fzero.shard(train_step, mesh)
 
-`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf`, `fzero.initializers`, `fzero.lightning` and
-`fzero.parallel` are imported where they are first used.
+`fzero.checkpoint`, `fzero.data`, `fzero.deepspeed`, `fzero.hf`, `fzero.initializers`, `fzero.launch`,
+`fzero.lightning`, `fzero.metrics`, `fzero.parallel` and `fzero.testing` are imported where they are first used.
 """
 
 import importlib
@@ -60,7 +60,9 @@ _ROOMS = {
     "deepspeed": "fzero.deepspeed",
     "hf": "fzero.hf",
     "initializers": "fzero.state.initializers",
+    "launch": "fzero.launch",
     "lightning": "fzero.lightning",
+    "metrics": "fzero.metrics",
     "parallel": "fzero.parallel",
     "testing": "fzero.testing",
 }

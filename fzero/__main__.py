@@ -20,6 +20,7 @@ from fzero import FzeroError
 from fzero.checkpoint import Checkpoint, open_checkpoint
 from fzero.checkpoint.folder import list_steps
 from fzero.doctor import examine
+from fzero.launch import find_launch
 from fzero.planner.command import add_arguments, print_plan
 
 
@@ -63,7 +64,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _examine(options: argparse.Namespace) -> None:
     lines = examine(options.mesh, options.seconds)
-    if os.environ.get("RANK", "0") == "0":
+    if find_launch(os.environ).rank == 0:
         print("\n".join(lines), flush=True)
 
 

@@ -3,6 +3,7 @@
 python -m fzero doctor                            this process and its host
 torchrun --nproc-per-node 2 -m fzero doctor       also each collective between the ranks, along each axis
 torchrun --nproc-per-node 8 -m fzero doctor --mesh fsdp=2,tp=4
+srun python -m fzero doctor                       of SLURM, and likewise mpirun
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size
+from fzero.launch.environment import ALONE, find_launch
+from fzero.launch.mesh import choose_mesh, init_mesh
 from fzero.layout.layout import wire
 from fzero.program.comm import Comm
 from fzero.program.rates import bus_bytes
@@ -44,7 +46,6 @@ FEW_FILES, LITTLE_SHARED = 4096, 1 << 30
 """Fewer open files, and fewer bytes of shared memory, than this are worth a word."""
 _PACKAGES = "torch optree einops numpy transformers peft trl accelerate lightning deepspeed".split()
 _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_", "HF_HUB_OFFLINE")
-_LAUNCHED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _WAYS = {
     "Alone": "nothing is sent",
     "Native": "by the collectives of the backend",
@@ -72,35 +73,24 @@ class Timing(NamedTuple):
 
 
 def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
-    """The lines of a report. Under torchrun all ranks call it, and each collective is tried for so many seconds.
+    """The lines of a report. Under a launcher all ranks call it, and each collective is tried for so many seconds.
 
     Raises:
         FzeroError: for a mesh that the ranks do not make, for ranks that do not come.
     """
-    facts = find_facts()
-    if mesh is not None:
-        read_mesh("--mesh", mesh)
-    if "WORLD_SIZE" not in os.environ:
-        ranks = "this process alone; to try collectives: torchrun --nproc-per-node 2 -m fzero doctor"
-        return [*_describe(facts.shown), f"ranks        {ranks}", *_advise(facts.advice)]
-    if missing := [name for name in _LAUNCHED if name not in os.environ]:
-        raise FzeroError("the environment", f"has WORLD_SIZE and no {', '.join(missing)}", "start it with torchrun")
-    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    facts, launch = find_facts(), find_launch(os.environ)
+    if launch == ALONE:
+        read_mesh("--mesh", (mesh or "fsdp=1").replace("*", "1"))
+        alone = "this process alone; to try collectives: torchrun --nproc-per-node 2 -m fzero doctor"
+        return [*_describe(facts.shown), f"ranks        {alone}", *_advise(facts.advice)]
+    choose_shape(mesh, launch.world)
+    ranks = init_mesh(mesh, timeout=timedelta(seconds=60))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        way_out = "see that each host reaches this address, and that as many processes start as WORLD_SIZE says"
-        raise FzeroError("the ranks", f"do not meet at {where}: {error}", way_out) from error
-    try:
-        shape = choose_mesh(mesh, dist.get_world_size())
         group = dist.group.WORLD
         assert group is not None
         everyone: list[tuple[str, Facts]] = gather_objects((platform.node(), facts), group)
-        on = live(init_device_mesh(device, tuple(shape.sizes.values()), mesh_dim_names=shape.names))
-        lines = [*_describe(facts.shown), f"ranks        {_name_ranks(everyone)}, {backend}"]
+        on = live(ranks)
+        lines = [*_describe(facts.shown), f"ranks        {_name_ranks(everyone)}, by {launch.launcher}"]
         wrong = list[str]()
         for axis in on.mesh.names:
             timings = try_collectives(on, axis, seconds)
@@ -114,14 +104,11 @@ def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
         dist.destroy_process_group()
 
 
-def choose_mesh(text: str | None, world: int) -> VirtualMesh:
-    """The mesh of `--mesh`; without it one axis of all ranks."""
-    mesh = VirtualMesh(fsdp=world) if text is None else read_mesh("--mesh", text)
-    if mesh.size() != world or "fsdp" not in mesh.names:
-        problem = f"is {text}, of {mesh.size()} ranks along {list(mesh.names)}, and there are {world} ranks"
-        raise FzeroError(
-            "--mesh", problem, f"write axes whose sizes multiply to {world}, with the axis fsdp among them"
-        )
+def choose_shape(text: str | None, world: int) -> VirtualMesh:
+    """The mesh of `--mesh`, with the axis "fsdp" among others; without it one axis of all ranks."""
+    mesh = choose_mesh("--mesh", text, world)
+    if "fsdp" not in mesh.names:
+        raise FzeroError("--mesh", f"is {text}, with the axes {list(mesh.names)}", "call one of them fsdp")
     return mesh
 
 

@@ -10,7 +10,7 @@ from processes import run
 
 from fzero import FzeroError
 from fzero.__main__ import main
-from fzero.doctor import Facts, choose_mesh, compare_versions, find_advice, try_collectives
+from fzero.doctor import Facts, choose_shape, compare_versions, find_advice, try_collectives
 from fzero.ranks.live import live
 
 
@@ -41,15 +41,15 @@ def test_versions_that_differ_between_ranks_are_named() -> None:
 
 
 def test_a_mesh_has_the_ranks_that_there_are() -> None:
-    assert choose_mesh("fsdp=2, tp=4", 8).sizes == {"fsdp": 2, "tp": 4} and choose_mesh(None, 3).sizes == {"fsdp": 3}
+    assert choose_shape("fsdp=2, tp=4", 8).sizes == {"fsdp": 2, "tp": 4} and choose_shape(None, 3).sizes == {"fsdp": 3}
     for text, problem in (
         ("fsdp", "is 'fsdp'; write axes"),
-        ("fsdp=2", "of 2 ranks"),
-        ("tp=8", "along"),
+        ("fsdp=2", "there are 8 ranks"),
+        ("tp=8", "the axes"),
         ("fsdp=2,fsdp=4", "once"),
     ):
         with pytest.raises(FzeroError, match=f"^--mesh: .*{problem}"):
-            choose_mesh(text, 8)
+            choose_shape(text, 8)
 
 
 def tried(mesh: Any) -> list[tuple[str, bool, bool]]:

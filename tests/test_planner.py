@@ -10,7 +10,7 @@ import torch
 
 import fzero
 from fzero.__main__ import main
-from fzero.planner.hardware import ATTAINED, HARDWARE
+from fzero.program.hardware import ATTAINED, HARDWARE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
 LLAMA = {"model_type": "llama", "vocab_size": 128, "num_hidden_layers": 2, "torch_dtype": "bfloat16", **SIZES}

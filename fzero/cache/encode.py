@@ -20,7 +20,7 @@ from fzero.base.torch_private_functions import GraphMaker
 from fzero.base.torch_private_traces import is_plain, make_as, make_empty
 from fzero.cache.rules import Undescribed
 from fzero.cache.values import Reader, Writer
-from fzero.program.operation import EMITTED_BY
+from fzero.program.operation import AGAIN, EMITTED_BY
 from fzero.program.program import Program, Result
 from fzero.program.records import is_call
 
@@ -81,7 +81,7 @@ class ProgramWriter:
         return [self._numbers[id(x)] for x in program.read]
 
     def _write_node(self, node: Any, numbers: Mapping[Any, int]) -> Any:
-        meta = {key: node.meta[key] for key in (EMITTED_BY,) if key in node.meta}
+        meta = {key: node.meta[key] for key in (EMITTED_BY, AGAIN) if key in node.meta}
         line = node.meta.get("stack_trace")
         place = None if line is None else self._lines.setdefault(line, len(self._lines))
         given = self.write_arguments(tuple(node.args), numbers), self.write_arguments(dict(node.kwargs), numbers)

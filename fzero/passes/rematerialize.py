@@ -14,7 +14,7 @@ from fzero.base.torch_private import OpOverload
 from fzero.base.torch_private_functions import HigherOrderOperator
 from fzero.passes.move_to_host import LEAST_BYTES, move_to_host
 from fzero.passes.order import erase_dead
-from fzero.program.operation import Node, values_of
+from fzero.program.operation import AGAIN, Node, values_of
 from fzero.program.program import Program
 from fzero.program.records import find_writes, record, storage
 from fzero.values.regions import Region, Turn, get_mark, set_mark
@@ -182,7 +182,7 @@ def _copy_nodes(program: Program, nodes: list[Node], turns: tuple[Turn, ...]) ->
     copies: dict[Node, Node] = {}
     for node in nodes:
         copies[node] = program.repeat(node, lambda source: copies.get(source, source))
-        copies[node].meta = {**node.meta, "val": copies[node].meta["val"]}
+        copies[node].meta = {**node.meta, "val": copies[node].meta["val"], AGAIN: True}
         mark = get_mark(node)
         set_mark(copies[node].meta, mark._replace(regions=mark.regions[1:], turns=turns))
     return copies

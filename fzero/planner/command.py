@@ -13,7 +13,7 @@ from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.base.text_files import write_text
 from fzero.pages.page import draw_page
-from fzero.planner.hardware import ATTAINED, HARDWARE
+from fzero.program.hardware import ATTAINED, HARDWARE
 from fzero.program.rates import Rates, read_rates
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from fzero.base.mesh import VirtualMesh
 from fzero.hf.parallelize import parallel
 from fzero.optim.base import apply_updates
 from fzero.optim.presets import adamw
-from fzero.planner.hardware import Hardware
 from fzero.program.flops import count_flops
+from fzero.program.hardware import Hardware
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
 from fzero.program.rates import Rates

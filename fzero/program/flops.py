@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fzero.program.operation import Node
-from fzero.program.records import name_of, record, shares_memory
+from fzero.program.operation import AGAIN, Node
+from fzero.program.records import body_of, name_of, record, shares_memory, turns_of
 from fzero.program.work import work
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ def count_flops(program: Program) -> dict[str, int]:
             weight = next((buckets[each] for each in node.all_input_nodes if each in buckets), None)
             total[_PART.sub("", weight or gradients.get(node, "")) or name_of(node)] += flops
     return dict(total)
+
+
+def count_flops_again(program: Program) -> int:
+    """The flops of one rank, among those of `count_flops`, of values that the backward pass computes again."""
+    total = 0
+    for node in program.graph.nodes:
+        if AGAIN in node.meta:
+            total += work(node).flops
+        elif (body := body_of(node)) is not None:
+            total += turns_of(node) * count_flops_again(body)
+    return total
 
 
 def _find_leaves(program: Program) -> dict[Node, str]:

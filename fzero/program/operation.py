@@ -25,6 +25,8 @@ Node = Any
 
 EMITTED_BY = "emitted_by"
 """The key in a node's `meta` of the name of the pass from outside of fzero that made the node."""
+AGAIN = "again"
+"""The key in the `meta` of a node that computes again, in the backward pass, what the forward pass has computed."""
 
 
 class Work(NamedTuple):

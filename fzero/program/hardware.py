@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 from fzero.base.mesh import VirtualMesh
@@ -46,3 +47,17 @@ HARDWARE = {
     "mi300x": Hardware(1307e12, 192 * 10**9, 5.3e12, 448e9, 50e9, 8, "AMD MI300X data sheet; one 400 Gb/s port"),
 }
 """Devices by name. A byte is eight bits, a port sends as much as it takes, and GB are 10^9 bytes."""
+
+_NAMES = {
+    r"NVIDIA A100-SXM4-\d+GB": "a100-sxm",
+    r"NVIDIA H100 80GB HBM3": "h100-sxm",
+    r"NVIDIA H200": "h200",
+    r"NVIDIA B200": "b200",
+    r"AMD Instinct MI300X.*": "mi300x",
+}
+"""torch's name of a device -> its name here. Other forms of a chip, such as PCIe cards, have other figures."""
+
+
+def find_hardware(device: str) -> Hardware | None:
+    """The hardware that torch calls so (`torch.cuda.get_device_name()`), None where the table lacks it."""
+    return next((HARDWARE[name] for pattern, name in _NAMES.items() if re.fullmatch(pattern, device)), None)
