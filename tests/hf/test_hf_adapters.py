@@ -21,6 +21,7 @@ import transformers
 from hf_models import (
     assert_comm_is_its_closed_form,
     make_arguments,
+    make_dataset,
     make_model,
     make_ragged_dataset,
     pad_rows,
@@ -57,6 +58,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "prompt tuning": lambda: peft.PromptTuningConfig(**CAUSAL, num_virtual_tokens=3),
     "prefix tuning": lambda: peft.PrefixTuningConfig(**CAUSAL, num_virtual_tokens=3),
 }
+RAGGED = {"LoRA", "DoRA", "LoRA of embeddings", "LoRA of tokens", "OFT", "prompt tuning", "prefix tuning"}
+"""Adapters whose rows have two lengths, where each program is traced twice. The others are matrices or vectors beside
+those of a layer, as LoRA's are: rows of one length show them."""
 TOLERANCE = 1e-5
 
 
@@ -74,7 +78,7 @@ def train(cls: Any, folder: Path, name: str, others: int = 0, resume: Any = None
         "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2, **named.pop("changed", {}),
     }  # fmt: skip
-    rows = make_ragged_dataset()
+    rows = make_ragged_dataset() if name in RAGGED and not others else make_dataset()
     data = {"train_dataset": rows, "eval_dataset": rows[:8], "data_collator": pad_rows}
     trainer = cls(make_adapted(name, others), make_arguments(folder, **changed), **data, **named)
     trainer.train(resume_from_checkpoint=resume)
