@@ -12,7 +12,6 @@ import io
 import math
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -23,8 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import Outcome, run, run_cases, values
+from processes import Outcome, run_cases, run_script, values
 from torch.distributed.device_mesh import DeviceMesh
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,25 +195,15 @@ def run_main(*launcher: str, flags: str = "") -> str:
 
 def run_example(name: str, *launcher: str, flags: str = "") -> str:
     """Standard output of an example: under a launcher, or as the script of one process."""
-    script = str(ROOT / "examples" / f"{name}.py")
+    script = ROOT / "examples" / f"{name}.py"
     if not launcher:
-        return run(1, run_script, script, flags.split(), lost=())[0]
+        return run_script(script, *flags.split())
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, *launcher, script, *flags.split()]
+    command = [sys.executable, *launcher, str(script), *flags.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
-
-
-def run_script(mesh: DeviceMesh, script: str, flags: list[str]) -> str:
-    """What a script prints in this process, which is alone and has imported torch."""
-    dist.destroy_process_group()
-    sys.argv = [script, *flags]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(script, run_name="__main__")
-    return printed.getvalue()
 
 
 def bits_per_byte(output: str) -> list[float]:
