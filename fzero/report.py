@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
 from fzero.base.sizes import format_size
+from fzero.base.text_files import write_text
 from fzero.optim.report import name_stage
+from fzero.pages.page import draw_page
 from fzero.program.flops import count_flops
 from fzero.program.largest import Alive
 from fzero.program.listing import summarize_program
@@ -42,7 +45,7 @@ class LeafReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step does. `str(report)` is a text of it.
+    """What a step does. `str(report)` is a text of it, and `export_html` writes a page with pictures.
 
     * `leaves`: path of each parameter -> its `LeafReport`.
     * `peak`: bytes of live tensors at most, on the rank with most.
@@ -53,6 +56,7 @@ class Report(NamedTuple):
       gathered whole though they are larger than `chunk`.
     * `flops`: bucket, or operation without a leaf -> flops a step on one rank.
     * `largest`: the largest values that are alive at the peak; `program.largest(count)` has more of them.
+    * `program`: what the step runs.
     """
 
     summary: str
@@ -61,9 +65,19 @@ class Report(NamedTuple):
     comm: dict[tuple[str, str], int]
     nodes: int
     copies: dict[str, int]
-    remarks: tuple[str, ...] = ()
-    flops: Mapping[str, int] = {}
-    largest: tuple[Alive, ...] = ()
+    remarks: tuple[str, ...]
+    flops: Mapping[str, int]
+    largest: tuple[Alive, ...]
+    program: Program
+
+    def export_html(self, path: str | PathLike[str]) -> None:
+        """Write a page about the program: memory over the step, lanes of time, slices, the listing, and what each line
+        of your code takes. One file without a script, which needs no network.
+
+        Raises:
+            FzeroError: where the file cannot be written.
+        """
+        write_text("page", path, draw_page(self.program))
 
     def __str__(self) -> str:
         lines = [self.summary, *(f"  {remark}" for remark in self.remarks)]
@@ -101,7 +115,7 @@ def report_step(program: Program, args: Sequence[Any], rank: int = 0) -> Report:
     leaves, copies = _list_leaves(args), program.copies(rank)
     remarks = (*program.remarks, *_list_moves(program, args))
     summary, flops, largest = summarize_program(program), count_flops(program), tuple(program.largest())
-    return Report(summary, leaves, peak, dict(comm), nodes, copies, remarks, flops, largest)
+    return Report(summary, leaves, peak, dict(comm), nodes, copies, remarks, flops, largest, program)
 
 
 def _list_moves(program: Program, args: Sequence[Any]) -> Iterator[str]:

@@ -27,7 +27,7 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats | general"
+    "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats pages | general"
     " | cache | fzero"
     " | variants data checkpoint parallel | training | deepspeed | hf | lightning | planner | __main__"
 )

@@ -53,6 +53,13 @@ def test_a_text_says_what_does_not_fit_and_what_to_try(
     assert f"rates     {rates}" in measured
 
 
+def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    given, page = ("--config", config, "--mesh", "fsdp=2", "--length", "32"), Path(config) / "plan.html"
+    assert plan(capsys, *given) == plan(capsys, *given, "--html", str(page))
+    assert 'class="limit"' in page.read_text(), "the memory of the device is not drawn"
+    assert "is not written" in plan(capsys, *given, "--html", str(page / "inside"))
+
+
 def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
     hardware = HARDWARE["h100-sxm"]
     axes = dict(hardware.rates(fzero.VirtualMesh(replica=2, fsdp=4, tp=4)).axes)

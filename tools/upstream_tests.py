@@ -54,7 +54,6 @@ REASONS = {
     "relative_step": "refused by name: Adafactor with relative_step",
     "True is not false": "freezes the copy of the model that this command shows it; freeze it before",
     "expected call not found": "compares the copy of the model that this command shows it by identity",
-    "cpu_mem_used_peak": "to be mended: the thread of skip_memory_metrics=False counts while a step is traced",
 }
 """What an error says -> why a test does not pass."""
 OF_WORDS = ("test_accelerator_config_from_dict_grad_accum_num_steps", "test_can_resume_training")

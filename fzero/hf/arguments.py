@@ -28,8 +28,7 @@ _UNTRIED = "code of transformers alone; not tried, because it needs the Hub"
 LOOP = (
     *_same("output_dir", "per_device_train_batch_size", "num_train_epochs", "max_steps", "gradient_accumulation_steps"),
     *_same("max_grad_norm", "label_smoothing_factor", "average_tokens_across_devices", "seed", "data_seed"),
-    *_same("full_determinism", "use_cache", "disable_tqdm", "use_cpu"),
-    *_same("skip_memory_metrics", note="False may be refused: it counts in a thread, while a step is traced"),
+    *_same("full_determinism", "use_cache", "disable_tqdm", "use_cpu", "skip_memory_metrics"),
     *_same("do_train", "do_eval", "do_predict", "resume_from_checkpoint", note="for scripts: no Trainer reads it"),
     *_same("local_rank", note="torchrun sets it"),
     *_same("tf32", note="a setting of torch"),

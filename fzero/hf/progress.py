@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from transformers.trainer_utils import TrainerMemoryTracker
+
 from fzero.base.errors import FzeroError
 
 CHANGING = (
@@ -26,6 +28,11 @@ class TracedState:
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise _refuse(f"self.state.{name}", "is set")
+
+
+class MemoryTracker(TrainerMemoryTracker):
+    """transformers' own, of `skip_memory_metrics=False`. It counts in a thread, also while a loss is traced: a trace
+    looks for what the step changes, and not into objects of classes of ours."""
 
 
 def _refuse(where: str, problem: str) -> FzeroError:

@@ -36,7 +36,7 @@ from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
 from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
 from fzero.hf.pretrained import Pretrained, join_slices, refuse_merge
-from fzero.hf.progress import TracedState
+from fzero.hf.progress import MemoryTracker, TracedState
 from fzero.hf.scaling import Scaler, make_unscale
 from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, choose_wish, find_sharing, share_forwards
 from fzero.hf.signatures import join_signatures
@@ -152,6 +152,7 @@ class Trainer(Updates):
             raise refuse_model("model", model)
         with hide(args):
             super().__init__(model if pretrained is None else pretrained.model, args, *more, **named)
+        self._memory_tracker.__class__ = MemoryTracker
         check_plugins(self)
         if self._plan.scaler is not None:
             self.accelerator.scaler = Scaler(self._find_scale, self._drop)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
+from fzero.base.text_files import write_text
+from fzero.pages.page import draw_page
 from fzero.planner.hardware import ATTAINED, HARDWARE
 from fzero.program.rates import Rates, read_rates
 
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--stage", type=int, choices=(1, 2, 3), help="by default 3")
     how.add_argument("--memory", help='a budget that a plan is searched within, as "70GiB"')
     parser.add_argument("--remat", action="store_true", help="the backward pass computes each layer again")
+    parser.add_argument("--html", type=Path, help="a file to write a page with pictures to")
     parser.add_argument("--json", action="store_true", help="numbers in bytes and seconds, in the place of a text")
 
 
@@ -50,7 +53,7 @@ def count(text: str) -> int:
 def print_plan(options: argparse.Namespace) -> None:
     """Print what a step would take."""
     try:
-        from fzero.planner.forecast import Recipe, forecast  # with transformers, which other commands do without
+        from fzero.planner import forecast  # with transformers, which other commands do without
     except ModuleNotFoundError as error:
         raise FzeroError("plan", f"needs {error.name}, which is not installed", "pip install 'fzero[hf]'") from error
 
@@ -61,8 +64,12 @@ def print_plan(options: argparse.Namespace) -> None:
     rates = hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh)
     if options.memory is not None:
         parse_size("--memory", options.memory)
-    recipe = Recipe(options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat)
-    found = forecast(options.config, mesh, recipe, rates)
+    given = options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat
+    recipe = forecast.Recipe(*given)
+    traced = forecast.trace_step(options.config, mesh, recipe, rates)
+    found = forecast.summarize(traced)
+    if options.html is not None:
+        write_text("--html", options.html, draw_page(traced.program, hardware.nbytes))
     if options.json:
         rows = found._asdict() | {
             "tokens_a_second": found.tokens_a_second,

@@ -41,6 +41,14 @@ class Recipe(NamedTuple):
     compute: torch.dtype = torch.bfloat16
 
 
+class Traced(NamedTuple):
+    """The program of a step, the parameters of its model, and the tokens of all ranks in a step."""
+
+    program: Program
+    parameters: int
+    tokens: int
+
+
 class Forecast(NamedTuple):
     """What a step takes on the rank that takes most. Bytes, seconds, and flops of all matrix products on one rank,
     those that are computed again among them; `moved` has the bytes of the buffers of collectives by mesh axis, and
@@ -86,8 +94,8 @@ def make_model(config: Path, remat: bool) -> Any:
     return model
 
 
-def forecast(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> Forecast:
-    """What a step takes. The axes "tp" and "ep" of the mesh are model axes: ranks along them share examples.
+def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> Traced:
+    """The program of a step. The axes "tp" and "ep" of the mesh are model axes: ranks along them share examples.
 
     Raises:
         FzeroError: for a configuration that is none, for sizes that the mesh does not divide, for a budget that no plan
@@ -119,10 +127,12 @@ def forecast(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> F
     step = simulate(train_step, mesh, stage=recipe.stage, memory=recipe.memory, data=data)
     step.schedule_for(rates)
     program = step.trace(params, optimizer.init(params), batch)
-    return _summarize(program, sum(leaf.numel() for leaf in tree.leaves(params)), batch.numel())
+    return Traced(program, sum(leaf.numel() for leaf in tree.leaves(params)), batch.numel())
 
 
-def _summarize(program: Program, parameters: int, tokens: int) -> Forecast:
+def summarize(traced: Traced) -> Forecast:
+    """What a step takes."""
+    program, parameters, tokens = traced
     timeline, moved = program.timeline(), Counter[str]()
     for entry in program.comm():
         moved[entry.axis] += entry.nbytes

@@ -1,17 +1,23 @@
-"""Largest: the values that are alive at the peak of a program."""
+"""Largest: the values that are alive at the peak of a program, and all values over its nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
 from fzero.program.memory import Allocator, list_changes, representative_ranks, select_rank
+from fzero.program.operation import Node
 from fzero.program.records import body_of, name_of
 from fzero.program.refusals import line_of
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
+
+
+WITHIN = "within one operation"
+"""The group of bytes that an operation needs while it runs."""
 
 
 class Alive(NamedTuple):
@@ -56,6 +62,50 @@ def list_largest(program: Program, count: int) -> list[Alive]:
             if not value.what.startswith("argument")
         ]
     return sorted(found, key=lambda value: (-value.nbytes, value.what))[:count]
+
+
+def list_alive(program: Program, name: Callable[[Node | None, str], str]) -> dict[str, list[int]]:
+    """Group of values -> the bytes that are alive during each node on the device, on the rank whose peak is largest.
+    `name` gives the group of what a node makes, or of the argument of a path; what constants hold has no node."""
+    ranks = representative_ranks(program.layouts.values())
+    allocator = Allocator(program, ranks)
+    changes = list(list_changes(program.graph, allocator.keys))
+    paths = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
+    groups = {
+        key: name(node if isinstance(node := _find_node(key), fx.Node) else None, _find_argument(key, paths) or "")
+        for key in allocator.nbytes
+        if allocator.where(key) == "device"
+    }
+    best: dict[str, list[int]] = {}
+    for rank in range(len(ranks)):
+        nbytes, more = select_rank(allocator.nbytes, rank), select_rank(allocator.scratch, rank)
+        found = _add_groups(program, changes, {key: nbytes[key] for key in groups}, groups, more)
+        if not best or max(map(sum, zip(*found.values()))) > max(map(sum, zip(*best.values()))):
+            best = found
+    return best
+
+
+def _add_groups(
+    program: Program,
+    changes: list[tuple[list[Any], list[Any]]],
+    nbytes: dict[Any, int],
+    groups: dict[Any, str],
+    more: dict[Any, int],
+) -> dict[str, list[int]]:
+    """Group -> bytes that are alive during each node, of storages of these sizes; `more` are free again behind it."""
+    alive = dict.fromkeys(groups.values(), 0) | {WITHIN: 0}
+    found: dict[str, list[int]] = {group: [] for group in alive}
+    for node, (made, freed) in zip(program.graph.nodes, changes):
+        for key in made:
+            if key in nbytes:
+                alive[groups[key]] += nbytes[key]
+        alive[WITHIN] = more.get(node, 0)
+        for group, total in alive.items():
+            found[group].append(total)
+        for key in freed:
+            if key in nbytes:
+                alive[groups[key]] -= nbytes[key]
+    return {group: totals for group, totals in found.items() if any(totals)}
 
 
 def _find_argument(key: Any, names: dict[Any, str]) -> str | None:

@@ -20,6 +20,7 @@ from fzero.base.placement import Placement, check_placement
 from fzero.base.placement import disk as make_disk
 from fzero.base.placement import host as make_host
 from fzero.base.sizes import parse_size
+from fzero.base.text_files import write_text
 from fzero.program.rates import Rates, check_rates, read_rates
 
 REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,12 +115,7 @@ class Plan:
         usual, rows = _write(Plan()), {_VERSION_KEY: VERSION, "stage": self.stage}
         rows |= {name: x for name, x in _write(self).items() if x != usual[name]}
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in rows.items())
-        try:
-            Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        except OSError as error:
-            raise FzeroError(
-                f"plan {os.fspath(path)!r}", f"is not written: {error}", "give a file that can be"
-            ) from error
+        write_text("plan", path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     @staticmethod
     @check_arguments

@@ -222,13 +222,16 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) 
     if mesh.size() == 1:
         return [buffers.flatten(full) for full in fulls]
     asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
+    is_leaf = len(fulls) == 1 and mesh.size(mesh.shard_axis) == 1  # a rank alone receives the memory that it sends
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
     axes = [axis for axis in along.layout.replica_axes if mesh.size(axis) > 1] if replicas else ()
     if axes:
         over = mesh.join(axes)
         block = yield AllReduce(f"all_reduce of {bucket} over {over}", over, block, "avg")
-    return block / along.layout.splits if along.layout.splits > 1 else block
+    if along.layout.splits == 1:
+        return block
+    return block / along.layout.splits if is_leaf and not axes else block.div_(along.layout.splits)
 
 
 def complete(steps: Steps, answer: Tensor | None, begin: Callable[[Exchange], Pending]) -> Any:

@@ -18,7 +18,7 @@ from transformers.trainer_utils import SchedulerType
 import fzero.hf
 from fzero import VirtualMesh
 
-TIMES = ("runtime", "per_second", "preparation_time", "mem_")
+TIMES = ("runtime", "per_second", "preparation_time")
 SHORT = {"gradient_accumulation_steps": 1, "max_steps": 3}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
 RAGGED = {"train_dataset": make_ragged_dataset(18), "eval_dataset": make_ragged_dataset(8), "data_collator": pad_rows}
@@ -145,6 +145,13 @@ class Seen(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         self.logs.append(dict(logs))
+
+
+def test_memory_is_counted_in_a_thread_while_a_step_is_traced(tmp_path: Path) -> None:
+    pytest.importorskip("psutil")
+    changed = {"skip_memory_metrics": False, "max_steps": 1}
+    metrics = train(fzero.hf.Trainer, tmp_path, changed, mesh=VirtualMesh(fsdp=2)).evaluate()
+    assert {key for key in metrics if "mem_" in key} == {"eval_mem_cpu_alloc_delta", "eval_mem_cpu_peaked_delta"}
 
 
 def test_reports_get_what_transformers_reports(tmp_path: Path) -> None:

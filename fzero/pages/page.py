@@ -1,0 +1,244 @@
+"""The page of a program."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any
+
+from fzero.base.sizes import format_size
+from fzero.layout.layout import Layout
+from fzero.pages.charts import Bar, draw_bars, draw_lanes, draw_legend, draw_stack
+from fzero.pages.style import STYLE
+from fzero.program.flops import count_flops
+from fzero.program.largest import WITHIN, list_alive
+from fzero.program.listing import summarize_program
+from fzero.program.operation import Node
+from fzero.program.program import Program
+from fzero.program.records import name_of, starts
+from fzero.program.timeline import Timeline, Transfer
+from fzero.values.regions import get_mark
+
+MOST_ROWS, MOST_ARGUMENTS, MOST_CUTS, MOST_LARGEST = 40, 3, 64, 1000
+GATHERED, SCATTERED, BESIDE = "gathered parameters", "gradients on their way", "other arguments and constants"
+FORWARD, BACKWARD, BEHIND = "made in the forward pass", "made in the backward pass", "made behind it"
+_NUMBER, _BUCKET = re.compile(r"\d+"), re.compile(r"(?<= of )\S+")
+_FOLDER = re.compile(r"\([^()]*/(?=[^/]*:\d+ in )")
+
+
+def draw_page(program: Program, limit: int | None = None) -> str:
+    """One HTML page: what a step holds at each of its operations, beside a `limit` in bytes; when it computes and
+    communicates; how its state is cut; its listing; what each line of the user's code takes. It has no script, and
+    refers to nothing."""
+    timeline, memory = program.timeline(), program.memory()
+    parts = [
+        f"<h1>{escape(program.name)}</h1><p>{escape(summarize_program(program))}</p>",
+        _draw_tiles(program, timeline),
+        _draw_panel(
+            "Memory over the step", _draw_memory(program, limit), f"Of the rank with the highest peak, {memory}."
+        ),
+        _draw_panel("Alive at the peak", _draw_largest(program)),
+        _draw_panel("Time", _draw_time(timeline), "By the rates of this step; <code>calibrate</code> measures them."),
+        _draw_panel("Communication", _draw_communication(timeline)),
+        _draw_panel("State in slices", _draw_buckets(program), "The leaves of each bucket, and the borders of ranks."),
+        _draw_panel("Program", f"<pre>{escape(str(program))}</pre>"),
+        _draw_panel("By line of your code", _draw_lines(program)),
+        _draw_panel("By layer", _draw_layers(program)),
+    ]
+    if program.plan is not None:
+        parts.insert(2, _draw_panel("Plan", f"<pre>{escape(str(program.plan))}</pre>"))
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(program.name)}'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</title><style>{STYLE}</style></head>\n<body>' + (
+        "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _draw_panel(title: str, body: str, note: str = "") -> str:
+    shown = f"<p>{note}</p>" if note else ""
+    return f"<details open><summary>{escape(title)}</summary>{shown}{body}</details>"
+
+
+def _draw_tiles(program: Program, timeline: Timeline) -> str:
+    flops = sum(count_flops(program).values())
+    moved = sum(entry.nbytes for entry in program.comm())
+    tiles = {
+        "peak of a rank": format_size(program.memory().peak),
+        "a step": write_seconds(timeline.seconds),
+        "waiting": f"{timeline.exposed / timeline.seconds:.0%}" if timeline.seconds else "0%",
+        "moved": format_size(moved),
+        "flops of a rank": write_flops(flops),
+        "ranks": f"{program.mesh.size():,}",
+        "operations": f"{len(program.graph.nodes):,}",
+    }
+    shown = "".join(f"<div><b>{value}</b>{name}</div>" for name, value in tiles.items())
+    return f'<section class="tiles">{shown}</section>'
+
+
+# memory
+
+
+def _draw_memory(program: Program, limit: int | None) -> str:
+    nodes = [node for node in program.graph.nodes if node.op != "placeholder"]
+    found, given = list_alive(program, _name_groups(program)), len(program.placeholders)
+    series = {group: values[given:] for group, values in found.items()}
+    order = [BESIDE, GATHERED, SCATTERED, FORWARD, BACKWARD, BEHIND, WITHIN]
+    state = [group for group in series if group not in order]
+    ordered = {group: series[group] for group in (*state, *order) if group in series}
+    return draw_stack(ordered, lambda at: _name_node(nodes[at]), _write_bytes, limit)
+
+
+def _name_groups(program: Program) -> Callable[[Node | None, str], str]:
+    """A function that names the group of what a node makes."""
+    roots = list(dict.fromkeys(argument.path.partition(".")[0] for argument in program.arguments))
+    gathered = {node for node in program.graph.nodes if starts(node) == "gathered"}
+    position = {node: at for at, node in enumerate(program.graph.nodes)}
+    last = max((at for node, at in position.items() if get_mark(node).in_backward), default=len(position))
+
+    def name(node: Node | None, path: str) -> str:
+        root = roots.index(path.partition(".")[0]) if path else MOST_ARGUMENTS
+        if path or node is None:
+            return f"argument {roots[root]}" if root < MOST_ARGUMENTS else BESIDE
+        if node in gathered:
+            return GATHERED
+        if starts(node) == "scattered":
+            return SCATTERED
+        return BACKWARD if get_mark(node).in_backward else FORWARD if position.get(node, 0) < last else BEHIND
+
+    return name
+
+
+def _name_node(node: Node) -> str:
+    bucket = node.args[1] if starts(node) is not None and len(node.args) > 1 else None
+    what = name_of(node) if node.op == "call_function" else node.op
+    line = f"\n{_shorten(node.stack_trace)}" if node.stack_trace else ""
+    return what + (f" {bucket}" if isinstance(bucket, str) else "") + line
+
+
+def _draw_largest(program: Program) -> str:
+    alike: dict[str, list[int]] = {}
+    for value in program.largest(MOST_LARGEST):
+        what = _BUCKET.sub(lambda found: _NUMBER.sub("*", found[0]), _FOLDER.sub("(", value.what))
+        alike.setdefault(what, []).append(value.nbytes)
+    rows = [(_write_bytes(sum(found)), str(len(found)), what) for what, found in alike.items()]
+    return _draw_table(("bytes", "of them", "value"), sorted(rows, key=lambda row: -sum(alike[row[2]]))[:MOST_ROWS])
+
+
+# time
+
+
+def _draw_time(timeline: Timeline) -> str:
+    lanes = {lane: [_draw_entry(entry) for entry in entries] for lane, entries in timeline.lanes.items()}
+    named = {lane.replace("communication", "wire"): bars for lane, bars in lanes.items()}
+    tones = draw_legend(["compute", "hidden", "compute waits for it"])
+    return draw_lanes(named, timeline.seconds, write_seconds) + tones
+
+
+def _draw_entry(entry: Any) -> Bar:
+    if not isinstance(entry, Transfer):
+        return Bar(entry.start, entry.end, entry.name, 0)
+    text = f"{entry.name}, {format_size(entry.comm.nbytes)}, compute waits {write_seconds(entry.exposed)}"
+    return Bar(entry.start, entry.end, text, 2 if entry.exposed > 0.5 * entry.seconds else 1)
+
+
+def _draw_communication(timeline: Timeline) -> str:
+    groups: dict[tuple[str, str, str], list[Transfer]] = {}
+    for each in timeline.transfers:
+        groups.setdefault((each.comm.op, each.comm.axis, str(each.comm.dtype).removeprefix("torch.")), []).append(each)
+    rows = [
+        (
+            op, axis, dtype, str(len(members)), _write_bytes(sum(each.comm.nbytes for each in members)),
+            write_seconds(sum(each.seconds for each in members)), write_seconds(sum(each.exposed for each in members)),
+        )
+        for (op, axis, dtype), members in groups.items()
+    ]  # fmt: skip
+    return _draw_table(("collective", "axis", "dtype", "times", "bytes", "time", "compute waits"), rows)
+
+
+# state
+
+
+def _draw_buckets(program: Program) -> str:
+    alike: dict[tuple[Any, ...], list[Layout]] = {}
+    for layout in program.layouts.values():
+        key = _NUMBER.sub("*", layout.bucket), *(leaf.shape for leaf in layout.leaves), layout.replicated
+        alike.setdefault(key, []).append(layout)
+    rows = [_list_leaves(members) for members in alike.values() if not members[0].replicated][:MOST_ROWS]
+    world = max((layout.world for layout in program.layouts.values()), default=1)
+    return draw_bars(rows, world if world <= MOST_CUTS else 1) if rows else "<p>Nothing.</p>"
+
+
+def _list_leaves(layouts: Sequence[Layout]) -> tuple[str, list[tuple[str, float]]]:
+    """A bucket's name, and its leaves with their elements; of equal layers those of the first."""
+    layout = layouts[0]
+    label = layout.bucket + (f" x{len(layouts)}" if len(layouts) > 1 else "")
+    parts = [(f"{leaf.path} {list(leaf.shape)}", float(leaf.numel)) for leaf in layout.leaves]
+    padding = layout.world * layout.shard - sum(leaf.numel for leaf in layout.leaves)
+    return label, [*parts, ("padding", float(padding))] if padding else parts
+
+
+# code
+
+
+def _draw_lines(program: Program) -> str:
+    costs, counts, seconds = program.costs(), Counter[str](), dict[str, float]()
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            line = node.stack_trace or "no line: made by a pass"
+            seconds[line] = seconds.get(line, 0.0) + costs[node].seconds
+            counts[line] += 1
+    most = sorted(seconds.items(), key=lambda item: -item[1])[:MOST_ROWS]
+    rows = [(write_seconds(taken), str(counts[line]), _shorten(line)) for line, taken in most]
+    return _draw_table(("compute", "operations", "line"), rows)
+
+
+def _draw_layers(program: Program) -> str:
+    alike: dict[str, list[int]] = {}
+    for layer, flops in count_flops(program).items():
+        alike.setdefault(_NUMBER.sub("*", layer), []).append(flops)
+    rows = [
+        (layer, str(len(found)), write_flops(sum(found)))
+        for layer, found in sorted(alike.items(), key=lambda item: -sum(item[1]))[:MOST_ROWS]
+    ]
+    return _draw_table(("layer or operation", "of them", "flops of a rank"), rows)
+
+
+# words
+
+
+def _draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    shown = [f"<tr>{''.join(_draw_cell(cell) for cell in row)}</tr>" for row in rows]
+    if not shown:
+        return "<p>Nothing.</p>"
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(shown)}</table></div>'
+
+
+def _draw_cell(text: str) -> str:
+    is_number = text[:1].isdigit()
+    return f"<td{' class=number' if is_number else ''}>{escape(text)}</td>"
+
+
+def _write_bytes(nbytes: float) -> str:
+    return format_size(round(nbytes))
+
+
+def write_flops(flops: float) -> str:
+    """`1.5e12 -> "1.50 T"`."""
+    units = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+    size, unit = next(((size, unit) for size, unit in units if flops >= size), (1e3, "k"))
+    return f"{flops / size:,.2f} {unit}"
+
+
+def write_seconds(seconds: float) -> str:
+    """`0.0123 -> "12.3 ms"`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.1f} us"
+
+
+def _shorten(line: str) -> str:
+    """`/long/folder/train.py:12 in step: code` without its folder."""
+    where, _, code = line.partition(" in ")
+    return where.rpartition("/")[2] + (f" in {code}" if code else "")
