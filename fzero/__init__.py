@@ -62,6 +62,7 @@ _ROOMS = {
     "initializers": "fzero.state.initializers",
     "lightning": "fzero.lightning",
     "parallel": "fzero.parallel",
+    "testing": "fzero.testing",
 }
 
 __all__ = [

@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, leave_inference_mode
 from fzero.base.arguments import check_arguments
+from fzero.base.bits import format_values, has_equal_bits
 from fzero.base.dense import check_dense, is_dense
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
@@ -260,11 +261,11 @@ class Simulation:
     def _require_equal(self, program: Program, result: Result, values: list[Tensor]) -> Tensor:
         """The value of all these ranks. Refuses values that differ in a bit."""
         for value in values[1:]:
-            if not _has_equal_bits(value, values[0]):
+            if not has_equal_bits(value, values[0]):
                 raise FzeroError(
                     program.path_of(result),
-                    f"ranks that must hold the same value of result {result.path!r} hold {_format_values(values[0])} "
-                    f"and {_format_values(value)}",
+                    f"ranks that must hold the same value of result {result.path!r} hold {format_values(values[0])} "
+                    f"and {format_values(value)}",
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
@@ -321,16 +322,3 @@ def _join_files(slices: Sequence[OnDisk], bucket: str) -> Tensor:
     for x, end in zip(slices, accumulate(x.numel() for x in slices)):
         whole[end - x.numel() : end].copy_(x)
     return whole
-
-
-def _has_equal_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_view_bytes(a), _view_bytes(b))
-
-
-def _view_bytes(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-
-
-def _format_values(x: Tensor) -> str:
-    values: Iterator[str] = (f"{value:.6g}" for value in x.reshape(-1)[:4].tolist())
-    return f"[{', '.join(values)}{', ...' if x.numel() > 4 else ''}]"

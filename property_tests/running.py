@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.execution import lockstep
 from fzero.passes import defaults
 from fzero.program.program import Program
-from property_tests.steps import Step
+from fzero.testing.steps import TrainStep
 
 
 class Running(NamedTuple):
@@ -25,13 +25,13 @@ class Running(NamedTuple):
         return self.case.run(program or self.program, watch)
 
 
-def as_written(step: Step) -> Running:
+def as_written(step: TrainStep) -> Running:
     """The step before any pass, its kinds resolved."""
-    case = Case(step, step.mesh, (*step.sharded(), *step.batch()))
+    case = Case(step, step.mesh, (*step.partition(), *step.batch()))
     return Running(case, case.trace())
 
 
-def finished(step: Step) -> Running:
+def finished(step: TrainStep) -> Running:
     """The step after its default passes."""
     running = as_written(step)
     return running._replace(program=apply(running.program, *defaults(stage=step.stage, in_place=step.donate)))

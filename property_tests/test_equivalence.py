@@ -8,13 +8,13 @@ from hypothesis import assume, given
 
 import fzero
 from fzero.passes import defaults
+from fzero.testing.steps import LOOPS, WRONG, TrainStep
+from fzero.testing.strategies import train_steps
 from property_tests.laws import everything, slow
 from property_tests.running import bits
-from property_tests.steps import WRONG, Step
-from property_tests.strategies import steps
 
 
-def check(step: Step) -> None:
+def check(step: TrainStep) -> None:
     fzero.check_equivalence(
         step,
         step.state(),
@@ -27,16 +27,16 @@ def check(step: Step) -> None:
     )
 
 
-@given(steps())
+@given(train_steps(loops=LOOPS))
 @everything
 @slow
-def test_sharded_equals_unsharded(step: Step) -> None:
+def test_sharded_equals_unsharded(step: TrainStep) -> None:
     check(step)
 
 
-@given(steps(losses=WRONG))
+@given(train_steps(losses=WRONG))
 @slow
-def test_a_loss_that_is_no_mean_over_examples_is_caught(step: Step) -> None:
+def test_a_loss_that_is_no_mean_over_examples_is_caught(step: TrainStep) -> None:
     """Such a loss on all examples differs from the mean of the ranks' losses on their own examples."""
     assume(all(op.name != "center" for op in step.ops))  # on one rank's examples alone it takes their mean
     state, batch, size = step.state(), step.batch(), step.mesh.size()
@@ -46,12 +46,12 @@ def test_a_loss_that_is_no_mean_over_examples_is_caught(step: Step) -> None:
         check(step)
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_a_step_leaves_what_it_is_given_as_it_was(step: Step) -> None:
+def test_a_step_leaves_what_it_is_given_as_it_was(step: TrainStep) -> None:
     """With donate=False. A second call gives the same, bit for bit."""
     simulated = fzero.simulate(step, step.mesh, stage=step.stage, donate=False)
-    state, batch = step.sharded(), step.batch()
+    state, batch = step.partition(), step.batch()
     first = fzero.unpartition(simulated(*state, *batch))
     second = fzero.unpartition(simulated(*state, *batch))
     pairs = zip(*map(fzero.tree.leaves, ((*step.state(), first), (*fzero.unpartition(state), second))))

@@ -27,9 +27,9 @@ MAX_LINES_OF_VARIANT = 60
 MAX_PUBLIC = 45
 
 ROOMS = (
-    "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats pages | general"
-    " | cache | fzero"
-    " | variants data checkpoint parallel | training | deepspeed | hf | lightning | planner | __main__"
+    "base | files layout optim | ranks | program | values | tracing passes execution state | budget formats pages"
+    " | general | cache | fzero"
+    " | variants data checkpoint parallel testing | training | deepspeed | hf | lightning | planner | __main__"
 )
 """The rooms, from the bottom, a level between bars: folders of the package, the modules beside them, "fzero", and the
 command line."""
@@ -149,7 +149,7 @@ def test_all_is_what_is_exported() -> None:
 def test_rooms_beside_the_core_are_attributes() -> None:
     code = "import fzero; print(*dir(fzero)); fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers", "lightning", "parallel"}
+    rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers", "lightning", "parallel", "testing"}
     assert {name for name in done.stdout.split() if not name.startswith("_")} == {*fzero.__all__, *rooms}
     assert "module 'fzero' has no attribute 'nothing'" in done.stderr
 
@@ -374,7 +374,8 @@ MESH_OF_THE_USER = (
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero",
     "hf.accelerator", "hf.files", "hf.generation", "hf.merging", "hf.padding", "hf.parallelize", "hf.prepared",
     "hf.pretrained", "hf.sharing", "hf.together", "hf.trainer", "hf.trl_trainers", "hf.updates",
-    "training.models", "training.programs", "ranks.live", "lightning.strategy", "state.build.build", "state.init",
+    "testing.operations", "training.models", "training.programs", "ranks.live", "lightning.strategy",
+    "state.build.build", "state.init",
     "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip
@@ -480,7 +481,7 @@ def test_the_version_has_one_home_and_the_package_has_types() -> None:
 NEEDED = {"torch", "optree", "einops"}
 """The `dependencies` of pyproject.toml. numpy is not there, and torch's exchange of objects needs it."""
 OPTIONAL = {"transformers", "accelerate", "safetensors", "huggingface_hub", "peft", "trl"}
-OPTIONAL |= {"lightning", "pytorch_lightning"}
+OPTIONAL |= {"hypothesis", "lightning", "pytorch_lightning"}
 
 
 def test_modules_import_what_is_declared() -> None:

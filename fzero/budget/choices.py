@@ -10,9 +10,8 @@ from fractions import Fraction
 from fzero.budget.frontier import Choice, Option, Span
 from fzero.budget.outline import GatheredUse, Line, Outline
 from fzero.budget.saved import Segment
-from fzero.program.comm import comm_of
 from fzero.program.program import Program
-from fzero.program.records import starts, turns_of
+from fzero.program.records import comm_of, starts, turns_of
 from fzero.values.regions import get_mark
 
 

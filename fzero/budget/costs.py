@@ -11,11 +11,10 @@ from fzero.layout.layout import layer_of
 from fzero.passes.host_updates import UPDATES
 from fzero.passes.order import find_origins
 from fzero.passes.place import place
-from fzero.program.comm import comm_of
 from fzero.program.operation import Node
 from fzero.program.places import is_wide
 from fzero.program.program import Program
-from fzero.program.records import find_bodies, starts
+from fzero.program.records import comm_of, find_bodies, starts
 from fzero.program.timeline import COMPUTE, HOST
 
 

@@ -21,12 +21,11 @@ from fzero.execution.loops import Rows, operands, run_turns
 from fzero.files import OnDisk, duplicate, read, write
 from fzero.files.store import Store
 from fzero.optim.fused import make_update
-from fzero.program.comm import comm_of
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.rates import Rates, bus_bytes
-from fzero.program.records import body_of, find_writes, record
+from fzero.program.records import body_of, comm_of, find_writes, record
 from fzero.program.timeline import COMPUTE
 from fzero.program.work import work
 from fzero.ranks.agreement import agree

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.base.bits import copy_bytes, format_values, has_equal_bits
 from fzero.base.errors import FzeroError
-from fzero.base.sizes import format_size
 from fzero.base.torch_private import storage_key, version_of
+from fzero.execution.moves import Moves
 from fzero.files import OnDisk
-from fzero.program.comm import Comm
-from fzero.program.kinds import RAGGED, Kind, Slice
+from fzero.program.kinds import RAGGED, Kind, Slice, axes_of
 from fzero.program.operation import Node
-from fzero.program.ops.buckets import sum_dtype
 from fzero.program.program import RANK, Program
 from fzero.program.records import find_bodies, find_writes, record, storage
 from fzero.program.refusals import describe_kind
-from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, Exchange, Rank, ReduceScatter, Steps
+from fzero.ranks.exchanges import AllToAll, Rank, Steps
 
 
 def has_foreign(program: Program) -> bool:
@@ -73,14 +72,38 @@ def hold(program: Program, node: Node, rank: Rank, run: Callable[..., Any], kind
                 except StopIteration as end:
                     result = end.value
                     break
-            claim.check_exchange(asked)
+            claim.moves.check(asked)
             if isinstance(asked, AllToAll):
-                yield from claim.check_splits(asked)
+                yield from claim.moves.check_splits(asked)
             answer = yield asked
-        claim.check_end()
+        claim.moves.check_end()
         return claim.check_result(result)
 
     return call if moves is None else exchange
+
+
+def check_alike(program: Program, node: Node, kind: Kind, results: Sequence[Any]) -> None:
+    """Refuse the results of all virtual ranks where two of them differ along an axis along which the node's kind says
+    that they are the same. Buffers, and results whose shape differs between ranks, are left out.
+
+    Raises:
+        FzeroError: naming the operation, the axis, both ranks and both values.
+    """
+    for position, each in enumerate(kind) if isinstance(kind, list) else ():
+        check_alike(program, node, each, [values[position] for values in results])
+    if not isinstance(kind, (Slice, frozenset)) or (isinstance(kind, frozenset) and RAGGED in kind):
+        return
+    differing = axes_of(program, kind)
+    for axis in program.mesh.names:
+        for row in program.mesh.rows(axis) if axis not in differing else ():
+            for other in row[1:]:
+                a, b = results[row[0]], results[other]
+                if isinstance(a, Tensor) and not _is_elsewhere(a) and not has_equal_bits(a, b):
+                    says = f"kind says {describe_kind(program, kind)}, the same along {axis!r}"
+                    gives = f"perform gives {format_values(a)} on rank {row[0]} and {format_values(b)} on rank {other}"
+                    where = f"operation {record(node).name!r}"
+                    way_out = "give a kind that differs along the axis, or make the value the same on its ranks"
+                    raise FzeroError(where, f"{says}, and {gives}, in {node.name}", way_out)
 
 
 class Operand(NamedTuple):
@@ -104,10 +127,7 @@ class _Claim:
         written = {_address(x.value) for x in self._operands if x.node in find_writes(node)}
         self._kept = [x for x in self._operands if _address(x.value) not in written and not _is_elsewhere(x.value)]
         self._before: list[tuple[int, Tensor]] = []
-        self._moves, self._exchanges = list[Comm](), 0
-        if self._operation.moves is not None:
-            self._moves = [self._check_entry(x) for x in self._operation.moves(program, node)]
-            self._moves = [x for x in self._moves if program.mesh.size(x.axis) > 1]  # alone, a rank exchanges nothing
+        self.moves = Moves(program, node, self.refuse)
 
     def refuse(self, problem: str, way_out: str) -> FzeroError:
         where = f"in {self._node.name} on rank {self._rank.number}"
@@ -119,7 +139,7 @@ class _Claim:
     # what it does by itself
 
     def __enter__(self) -> None:
-        self._before = [(version_of(x.value), _copy_bytes(x.value)) for x in self._kept]
+        self._before = [(version_of(x.value), copy_bytes(x.value)) for x in self._kept]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         before, self._before = self._before, []
@@ -130,79 +150,9 @@ class _Claim:
             sizes = ", ".join(_describe(x.value) for x in self._operands)
             raise self.refuse(f"{problem}, of {sizes or 'no tensors'}", "see the error above") from error
         for operand, (version, old) in zip(self._kept, before):
-            if version_of(operand.value) != version or not torch.equal(_copy_bytes(operand.value), old):
+            if version_of(operand.value) != version or not torch.equal(copy_bytes(operand.value), old):
                 named = [x.name for x in find_writes(self._node)]
                 raise self._disagree("writes", f"names {named}", f"writes into {operand.node.name}")
-
-    # what it asks other ranks for
-
-    def _check_entry(self, entry: Comm) -> Comm:
-        if not self._program.mesh.has(entry.axis):
-            raise self.refuse(
-                f"moves names the axis {entry.axis!r}; the mesh has {self._program.mesh.names}", "name an axis of it"
-            )
-        if entry.bucket is not None and entry.bucket not in self._program.layouts:
-            known = sorted(map(str, self._program.layouts))
-            raise self.refuse(f"moves names the bucket {entry.bucket!r}; there are {known}", "name one, or give None")
-        return entry
-
-    def check_exchange(self, asked: Any) -> None:
-        """Refuse an exchange that `moves` does not list at this place."""
-        axis = getattr(asked, "axis", None)
-        if axis is None:
-            names = "ops.AllGather, ops.ReduceScatter, ops.AllReduce or ops.AllToAll"
-            raise self.refuse(f"perform yields a {type(asked).__name__}, which is no exchange", f"yield {names}")
-        if not self._program.mesh.has(axis):
-            problem = f"perform yields an exchange over the axis {axis!r}; the mesh has {self._program.mesh.names}"
-            raise self.refuse(problem, "name an axis of it")
-        world = self._program.mesh.size(axis)
-        if world == 1:
-            return
-        self._exchanges += 1
-        if self._exchanges > len(self._moves):
-            raise self._disagree("moves", f"lists {len(self._moves)} exchanges", f"yields another, {asked.what}")
-        listed, does = self._moves[self._exchanges - 1], _list_exchange(asked, world)
-        if does is None:
-            return
-        is_uneven = isinstance(asked, AllToAll) and asked.splits is not None  # `check_splits` knows its bytes
-        found = does._replace(bucket=listed.bucket, nbytes=listed.nbytes if is_uneven else does.nbytes)
-        if found != listed:
-            number = f"as exchange {self._exchanges}"
-            raise self._disagree("moves", f"lists {_format_comm(listed)} {number}", f"yields {_format_comm(does)}")
-
-    def check_splits(self, asked: AllToAll) -> Steps:
-        """Refuse an all-to-all in which a rank gives another rank more or less than that one takes. Ranks tell each
-        other what they give and take."""
-        world = self._program.mesh.size(asked.axis)
-        splits = asked.split(world)
-        if world == 1:
-            return
-        mine = torch.tensor([*splits.given, *splits.taken], device=asked.blocks.device)
-        every = yield AllGather(f"splits of {asked.what}", asked.axis, mine)
-        rows = every.view(world, 2, world).tolist()
-        for giver, (given, _) in enumerate(rows):
-            for taker, (_, taken) in enumerate(rows):
-                if given[taker] != taken[giver]:
-                    problem = (
-                        f"perform yields splits that do not fit: along {asked.axis!r} rank {giver} gives "
-                        f"{given[taker]} elements to rank {taker}, which takes {taken[giver]}"
-                    )
-                    raise self.refuse(problem, "let each rank take what the other gives")
-        if asked.splits is None:
-            return
-        busiest = max(sum(given) - given[i] for i, (given, _) in enumerate(rows))
-        nbytes = -(-busiest * world // (world - 1)) * asked.blocks.element_size()
-        listed = self._moves[self._exchanges - 1]
-        if listed.nbytes != nbytes:
-            says = f"lists {_format_comm(listed)} as exchange {self._exchanges}"
-            does = f"moves {nbytes} B, {world} times what the busiest rank sends to each other rank on average"
-            raise self._disagree("moves", says, does)
-
-    def check_end(self) -> None:
-        """Refuse an operation that ends before it has yielded all that `moves` lists."""
-        if self._exchanges < len(self._moves):
-            entry = _format_comm(self._moves[self._exchanges])
-            raise self._disagree("moves", f"lists {entry} as exchange {self._exchanges + 1}", "ends before it")
 
     # what it returns
 
@@ -276,7 +226,7 @@ class _Claim:
 
     def _is_alone(self) -> bool:
         """Whether the rank exchanges with nobody: it may then get the memory that it sends."""
-        return self._operation.moves is not None and not self._moves
+        return self._operation.moves is not None and self.moves.is_empty
 
     def _span(self) -> range | None:
         return self._operation.span(self._program, self._node, self._rank) if self._operation.span else None
@@ -348,11 +298,6 @@ def _is_elsewhere(x: Tensor) -> bool:
     return isinstance(x, OnDisk)
 
 
-def _copy_bytes(x: Tensor) -> Tensor:
-    """A copy of a tensor's bytes."""
-    return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-
-
 def _address(x: Tensor) -> Any:
     return None if _is_elsewhere(x) else x.untyped_storage().data_ptr()
 
@@ -363,20 +308,6 @@ def _overlaps(a: Tensor, b: Tensor) -> bool:
         return False
     x, y = a.untyped_storage(), b.untyped_storage()
     return x.data_ptr() < y.data_ptr() + y.nbytes() and y.data_ptr() < x.data_ptr() + x.nbytes()
-
-
-def _list_exchange(asked: Exchange, world: int) -> Comm | None:
-    """An exchange as `moves` lists it; None for one of a user's own class."""
-    if not isinstance(asked, (AllGather, AllReduce, AllToAll, ReduceScatter)):
-        return None
-    name, value, numel = asked.measure(world)
-    dtype = sum_dtype(value) if isinstance(asked, (AllReduce, ReduceScatter)) else value.dtype
-    return Comm(name, asked.axis, None, dtype, numel * dtype.itemsize)
-
-
-def _format_comm(entry: Comm) -> str:
-    size = f"{entry.nbytes} B" if entry.nbytes < 1 << 20 else f"{format_size(entry.nbytes)} ({entry.nbytes} B)"
-    return f"{entry.op} over {entry.axis!r} of {str(entry.dtype).removeprefix('torch.')}, {size}"
 
 
 def _format(span: range) -> str:

@@ -183,7 +183,10 @@ class _Ranks:
         how = self.seed if operation.draws else {}
         bound = [self._bind(node, seat) for seat in self.seats]
         results = [run(*args, **kwargs, **how) for run, (args, kwargs) in zip(bound, calls)]
-        return results if operation.moves is None else self._communicate(operation, results)
+        results = results if operation.moves is None else self._communicate(operation, results)
+        if operation.is_foreign:
+            claims.check_alike(self.program, node, self._kinds[node], results)
+        return results
 
     @staticmethod
     def _call_torch(node: Node, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,9 +229,14 @@ class _Ranks:
 
     def _exchange(self, operation: Operation, asked: Sequence[Exchange]) -> Values:
         """The results of one exchange, for each rank."""
-        kinds = {(type(each), each.axis) for each in asked}
+        by = [getattr(each, "op", None) for each in asked]
+        kinds = {(type(each), each.axis, op) for each, op in zip(asked, by)}
         if len(asked) != len(self.seats) or len(kinds) > 1:
-            problem = "ranks ask for different exchanges, and would wait for each other for ever"
+            asking = [f"{type(x).__name__} over {x.axis!r}{f' by {op!r}' if op else ''}" for x, op in zip(asked, by)]
+            other = next((i for i, x in enumerate(asking) if x != asking[0]), None)
+            problem = "some ranks ask for an exchange that others do not ask for"
+            if other is not None:
+                problem = f"perform yields {asking[0]} on one rank and {asking[other]} on another"
             raise FzeroError(
                 f"operation {operation.name!r}", problem, "let every rank yield the same exchanges in order"
             )

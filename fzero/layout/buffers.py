@@ -9,11 +9,19 @@ N ranks, S elements a block (`Wire.stride`). A partial wire is scattered without
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from fzero.layout.layout import Wire
+
+FILLS: ContextVar[bool] = ContextVar("FILLS", default=False)
+"""Whether gaps and padding get the smallest magnitude that is packed, in the place of zeros.
+
+No result may depend on what lies there, so `fzero.testing` runs steps both ways. The largest magnitude of a block stays
+the same, and a scale by it. A sum, a mean or a norm that counts padding changes.
+"""
 
 
 def block_of(slices: Sequence[Tensor], wire: Wire, rank: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -29,7 +37,7 @@ def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
     memory reaches as far as the block. What lies in gaps and padding is part of the view.
     """
     filled = [(x, at) for x, at in zip(slices, wire.block(rank)) if x.numel()]
-    if not filled:
+    if not filled or FILLS.get():
         return None
     first, at = filled[0]
     storage, start = first.untyped_storage(), first.storage_offset() - at.start
@@ -46,7 +54,7 @@ def view_of(slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor | None:
 def fill_block(block: Tensor, slices: Sequence[Tensor], wire: Wire, rank: int) -> Tensor:
     """Copy the slices of `rank` into its block [S], cast to the block's dtype, with zeros between. Return the block."""
     where = wire.block(rank)
-    _clear_between(block, where)
+    _fill_between(block, where, _choose_filler(slices))
     torch._foreach_copy_([block[at.start : at.stop] for at in where], list(slices))
     return block
 
@@ -104,23 +112,29 @@ def slots_of(block: Tensor, wire: Wire, rank: int) -> list[Tensor]:
 def new_block(wire: Wire, rank: int, like: Tensor) -> Tensor:
     """[S] a new block of `rank`, of the dtype and device of `like`: zeros in gaps and padding, else uninitialized."""
     block = like.new_empty(wire.stride)
-    _clear_between(block, wire.block(rank))
+    _fill_between(block, wire.block(rank), 0)
     return block
 
 
-def _clear_between(block: Tensor, where: Sequence[range]) -> None:
-    """Write zeros to the elements of the block that are in none of these ranges, which are in order."""
+def _choose_filler(packed: Sequence[Tensor]) -> float:
+    """What lies in gaps and padding: 0, or with `FILLS` the smallest magnitude above 0 of what is packed."""
+    found = [x.abs()[x != 0].min().item() for x in packed if x.any()] if FILLS.get() else []
+    return min(found, default=0)
+
+
+def _fill_between(block: Tensor, where: Sequence[range], filler: float) -> None:
+    """Write a number to the elements of the block that are in none of these ranges, which are in order."""
     end = 0
     for at in (*where, range(block.numel(), block.numel())):
         if at.start > end:
-            block[end : at.start].zero_()
+            block[end : at.start].fill_(filler)
         end = max(end, at.stop)
 
 
 def _concatenate(flats: Sequence[Tensor], where: Sequence[range], size: int) -> Tensor:
-    """[size] a new buffer with each of `flats` at its range of `where`, in order, and zeros elsewhere."""
-    pieces, end = [], 0
+    """[size] a new buffer with each of `flats` at its range of `where`, in order, and a filler elsewhere."""
+    pieces, end, filler = [], 0, _choose_filler(flats)
     for flat, at in zip(flats, where):
-        pieces += [flat.new_zeros(at.start - end), flat] if at.start > end else [flat]
+        pieces += [flat.new_full((at.start - end,), filler), flat] if at.start > end else [flat]
         end = at.stop
-    return torch.cat([*pieces, flats[0].new_zeros(size - end)]) if size > end else torch.cat(pieces)
+    return torch.cat([*pieces, flats[0].new_full((size - end,), filler)]) if size > end else torch.cat(pieces)

@@ -33,12 +33,11 @@ def draw_page(program: Program, limit: int | None = None) -> str:
     communicates; how its state is cut; its listing; what each line of the user's code takes. It has no script, and
     refers to nothing."""
     timeline, memory = program.timeline(), program.memory()
+    of_rank = f"Of the rank with the highest peak, {memory.summary}."
     parts = [
         f"<h1>{escape(program.name)}</h1><p>{escape(summarize_program(program))}</p>",
         _draw_tiles(program, timeline),
-        _draw_panel(
-            "Memory over the step", _draw_memory(program, limit), f"Of the rank with the highest peak, {memory}."
-        ),
+        _draw_panel("Memory over the step", _draw_memory(program, limit), of_rank),
         _draw_panel("Alive at the peak", _draw_largest(program)),
         _draw_panel("Time", _draw_time(timeline), "By the rates of this step; <code>calibrate</code> measures them."),
         _draw_panel("Communication", _draw_communication(timeline)),

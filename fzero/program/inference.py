@@ -114,9 +114,9 @@ class Walk:
     def _check(self, node: Node, operation: Operation, kind: Any) -> Kind:
         """Refuse a result of a wrong rule: an object that is no kind, an unknown axis or leaf, a slice of another size
         than its leaf's. Returns `kind`."""
-        if isinstance(kind, list):
+        value, problem = node.meta.get("val"), None
+        if isinstance(kind, list) and isinstance(value, (list, tuple)) and len(kind) == len(value):
             return [self._check(node, operation, item) for item in kind]
-        problem = None
         if isinstance(kind, frozenset):
             strange = sorted(kind - {*self.program.mesh.names, RAGGED})
             problem = f"a value that differs along {strange[0]!r}, which is no axis" if strange else None
@@ -128,7 +128,8 @@ class Walk:
             elif isinstance(kind, Slice):
                 problem = self._find_wrong_size(node, layout, kind)
         else:
-            problem = f"a {type(kind).__name__}"
+            count = f" of {len(kind)}" if isinstance(kind, list) else ""
+            problem = f"a {type(kind).__name__}{count}"
         if problem is not None:
             where = f"operation {operation.name!r}"
             raise FzeroError(

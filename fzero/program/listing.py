@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fzero.base.sizes import format_size
-from fzero.program.comm import Comm, comm_of, list_comm
+from fzero.program.comm import Comm
 from fzero.program.operation import Node
-from fzero.program.records import body_of, name_of, record, shares_memory, starts
+from fzero.program.records import body_of, comm_of, name_of, record, shares_memory, starts
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
@@ -44,12 +44,13 @@ def summarize_program(program: Program) -> str:
     """One line: the mesh, the number of nodes, the peak, the bytes that each kind of collective moves, and those that
     rank 0 reads from files and writes."""
     total = Counter[str]()
-    for entry in list_comm(program):
+    for entry in program.comm():
         total[entry.op] += entry.nbytes
     moved = ", ".join(f"{op} {format_size(nbytes)}" for op, nbytes in total.items()) or "nothing"
     files = {name: nbytes for name, nbytes in program.copies().items() if name in ("read", "write")}
     moved += "".join(f", {name}s {format_size(nbytes)}" for name, nbytes in files.items())
-    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {program.memory()}, moves {moved}"
+    peak = program.memory().summary
+    return f"{program.name} on {program.mesh}: {len(program.graph.nodes)} nodes, peak {peak}, moves {moved}"
 
 
 def _list_lines(program: Program) -> Iterator[Line]:

@@ -11,36 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.base.sizes import format_size
 from fzero.layout.layout import Layout, Wire, wire
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
+from fzero.program.peak import Memory
 from fzero.program.places import Where, find_places, is_placed
 from fzero.program.records import alias_of, name_of, record
 
 if TYPE_CHECKING:
     from fzero.program.program import Program
-
-
-class Memory(NamedTuple):
-    """Bytes of live tensors on the device of the rank whose peak is largest: the `peak`, the node `at` which it is
-    reached, the bytes that are alive after each node (`timeline`), and those while it runs (`during`). `host` is the
-    largest peak of any rank on the host beside the device: of state that lies there, and of copies. `disk` is the
-    largest peak of any rank in files. Another rank may have these than the one with the largest peak on the device.
-
-    Ranks hold slices of different sizes, so that values computed from slices differ in size too.
-    """
-
-    peak: int
-    at: str
-    timeline: list[int]
-    during: list[int]
-    host: int = 0
-    disk: int = 0
-
-    def __str__(self) -> str:
-        beside = ((self.host, "on the host"), (self.disk, "on disk"))
-        return format_size(self.peak) + "".join(f" and {format_size(size)} {where}" for size, where in beside if size)
 
 
 def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memory:
@@ -60,8 +39,9 @@ def measure_memory(program: Program, ranks: Sequence[int] | None = None) -> Memo
     during, behind = _add_changes(nodes, here, nbytes, allocator.scratch, rank)
     at = max(range(len(nodes)), key=during.__getitem__)
     away: list[Where] = ["host", "disk"]
-    most = [int(_find_peaks(program.graph, changes, allocator, where).max()) for where in away]
-    return Memory(during[at], nodes[at].name, behind, during, *most)
+    host, disk = (int(_find_peaks(program.graph, changes, allocator, where).max()) for where in away)
+    names = tuple(node.name for node in nodes)
+    return Memory(during[at], names[at], behind, during, host, disk, names, len(program.arguments))
 
 
 def _add_changes(

@@ -21,18 +21,19 @@ from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, LayoutTable, Leaf
-from fzero.program.comm import Comm, list_comm
+from fzero.program.comm import Comms
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value
 from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.listing import list_program
-from fzero.program.memory import Memory, measure_memory
+from fzero.program.memory import measure_memory
 from fzero.program.open import Open, fill_reference, pair_nodes
 from fzero.program.operation import Node
+from fzero.program.peak import Memory
 from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
-from fzero.program.records import body_of, find_bodies, record, shares_memory, turns_of
+from fzero.program.records import body_of, comm_of, find_bodies, record, shares_memory, turns_of
 from fzero.program.refusals import refuse_emit
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
@@ -220,9 +221,9 @@ class Program(LayoutTable):
         where = "" if argument.place is None else f" in {argument.place}"
         return f"{_format_type(value, shape)} of {argument.bucket}{where}"
 
-    def comm(self) -> list[Comm]:
-        """All collectives, in the order in which every rank starts them."""
-        return list_comm(self)
+    def comm(self) -> Comms:
+        """All collectives, in the order in which every rank starts them. Prints as a table."""
+        return Comms(entry for node in self.graph.nodes for entry in comm_of(self, node))
 
     def copies(self, rank: int = RANK) -> dict[str, int]:
         """Operation -> the bytes that a rank copies by it in a step: "read" and "write" of files, "to_host" and

@@ -6,11 +6,10 @@ define("name", ...)     a new operation, which every walk can read from then on
 
 from __future__ import annotations
 
-import functools
 import itertools
 import keyword
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,10 @@ from fzero.base.torch_private_functions import list_targets
 from fzero.program import aten
 from fzero.program.linear import make_kernel, perform_here
 from fzero.program.operation import Node, Operation
+from fzero.program.rules import check_fields, guard
 
 if TYPE_CHECKING:
+    from fzero.program.comm import Comm
     from fzero.program.memory import Allocator
     from fzero.program.program import Program
 
@@ -103,6 +104,7 @@ def define(
     if unknown:
         fields = ", ".join(sorted(Operation.__dataclass_fields__.keys() - {"name", "target"}))
         raise FzeroError(where, f"has no field {unknown[0]!r}", f"the fields are {fields}")
+    check_fields(where, {"fake": fake, **known})
     base = None if like is None else record(like)
     if base is None and "kind" not in known:
         raise FzeroError(where, "has no rule for kinds", "give kind=..., or like=... an operation that has one")
@@ -122,48 +124,14 @@ def define(
         known["memory"] = _hold_transfers
     if known.get("moves") and not known.get("label"):
         known["label"] = lambda program, node: " ".join([name, *map(str, node.args[1:2])])
-    fake = _guard(name, "fake", fake)
-    known = {x: _guard(name, x, rule, base if rule is getattr(base, x, None) else None) for x, rule in known.items()}
+    fake = guard(name, "fake", fake)
+    known = {x: guard(name, x, rule, base if rule is getattr(base, x, None) else None) for x, rule in known.items()}
     if schema is not None:
         target = register_for_tracing(name + schema, fake, **known)
         _LIBRARY.impl(name, make_kernel(record(target)), "Autograd")
         _LIBRARY.impl(name, perform_here(record(target)), "CompositeExplicitAutograd")
         return target
     return register(Operation(name=name, target=_make_target(name, fake), fake=fake, **known))
-
-
-_RULES = frozenset(
-    """
-    fake kind check perform of_all transpose span moves shares alias_at writes overwrites memory work line label
-    is_random body early
-    """.split()
-)
-"""Fields that are functions, which an operation from outside may get wrong."""
-
-
-def _guard(name: str, field: str, rule: Any, base: Operation | None = None) -> Any:
-    """A rule of an operation whose errors name the operation and the field, and the operation `base` that `like=` took
-    the rule from."""
-    if field not in _RULES or rule is None:
-        return rule
-
-    @functools.wraps(rule)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            made = rule(*args, **kwargs)
-            return list(made) if field == "moves" else made
-        except (FzeroError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            node = next((f" of {x.name}" for x in args if isinstance(x, fx.Node)), "")
-            where = "" if base is None else f", which like={base.name} gives,"
-            problem = f"its {field}{where} raises {type(error).__name__}: {error}{node}"
-            way_out = "let it take the arguments that nodes have"
-            if base is not None:
-                way_out = f"give {field}= for arguments that {base.name} does not have, or pass those by keyword"
-            raise FzeroError(f"operation {name!r}", problem, way_out) from error
-
-    return guarded
 
 
 _OF_PERFORMANCE = {"memory", "work", "alias_at", "label", "of_all"}
@@ -212,6 +180,12 @@ def list_operands(node: Node) -> list[Node]:
     found = list[Node]()
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
+
+
+def comm_of(program: Program, node: Node) -> Iterable[Comm]:
+    """The collectives that a node starts, in order."""
+    moves = record(node).moves if node.op == "call_function" else None
+    return () if moves is None else moves(program, node)
 
 
 def shares_memory(node: Node) -> bool:

@@ -21,6 +21,7 @@ from fzero.program.ops.transfers import copy_of, count_bytes
 from fzero.program.places import find_places, is_placed
 from fzero.program.rates import Rates
 from fzero.program.records import early_of, find_loops, find_writes, name_of, record, starts, turns_of
+from fzero.program.tables import LINES, fold_layers, limit_lines
 from fzero.program.work import work_on_host
 
 if TYPE_CHECKING:
@@ -116,15 +117,27 @@ class Timeline:
         return sum(transfer.hidden for transfer in chosen) / total if total else 1.0
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return self.table()
 
-    def _lines(self) -> Iterator[str]:
+    def table(self, *, full: bool = False) -> str:
+        """A line for each collective and copy. Where these are more than 40 lines, those of equal layers have one
+        together: when the first starts and the last ends, and the sums of what is hidden and exposed. `full` lists
+        each by itself."""
         waits = f"{_to_ms(self.compute)} ms of compute and {_to_ms(self.exposed)} ms of waiting"
-        yield f"{self.name}: {_to_ms(self.seconds)} ms, {waits}; {self.hidden():.1%} of gathers and scatters are hidden"
-        yield f"  {'collective':<32}{'start':>10}{'end':>10}{'hidden':>10}{'exposed':>10}  ms"
-        for transfer in self.transfers:
-            times = transfer.start, transfer.end, transfer.hidden, transfer.exposed
-            yield f"  {transfer.name:<32}" + "".join(f"{_to_ms(seconds):>10}" for seconds in times)
+        hidden = f"{self.hidden():.1%} of gathers and scatters are hidden"
+        head = [f"{self.name}: {_to_ms(self.seconds)} ms, {waits}; {hidden}"]
+        is_folded = not full and len(self.transfers) + 2 > LINES
+        named = [(each.name, each) for each in self.transfers]
+        groups = fold_layers(named) if is_folded else [(name, [each]) for name, each in named]
+        columns = f"{'times':>6}" if is_folded else ""
+        head.append(f"  {'collective':<32}{columns}{'start':>10}{'end':>10}{'hidden':>10}{'exposed':>10}  ms")
+        rows = list[str]()
+        for name, each in groups:
+            span = min(x.start for x in each), max(x.end for x in each)
+            times = *span, sum(x.hidden for x in each), sum(x.exposed for x in each)
+            count = f"{len(each):>6}" if is_folded else ""
+            rows.append(f"  {name:<32}{count}" + "".join(f"{_to_ms(seconds):>10}" for seconds in times))
+        return limit_lines(head, rows, full)
 
     def chrome_trace(self) -> dict[str, Any]:
         """The schedule in the Trace Event Format, with a thread for each lane. The format counts in microseconds."""

@@ -18,10 +18,10 @@ from fzero.pipeline import Pipeline
 from fzero.program.open import find_difference
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
+from fzero.testing.steps import TrainStep
+from fzero.testing.strategies import train_steps
 from property_tests.laws import everything, slow
 from property_tests.running import assert_equal, finished
-from property_tests.steps import Step
-from property_tests.strategies import steps
 
 
 class Counting(Pipeline[Program]):
@@ -48,11 +48,11 @@ def messages() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-@given(steps())
+@given(train_steps())
 @slow
 @everything
-def test_a_random_step_from_a_file_is_the_one_that_was_traced(step: Step) -> None:
-    args = (*step.sharded(), *step.batch())
+def test_a_random_step_from_a_file_is_the_one_that_was_traced(step: TrainStep) -> None:
+    args = (*step.partition(), *step.batch())
     leaves, treedef = tree.flatten(args)
     rows = fzero.simulate(step, step.mesh)._select_rank(0, treedef, leaves)
     passes = defaults(stage=step.stage, in_place=step.donate)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fzero.base.mesh import VirtualMesh
 from fzero.checkpoint.places import Grid, Place
 from fzero.layout.layout import Layout
-from property_tests.strategies import layouts
+from fzero.testing.strategies import layouts
 
 
 @st.composite

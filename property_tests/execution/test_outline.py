@@ -8,24 +8,24 @@ from hypothesis import given
 
 from fzero.execution.outline import Fragment, outline
 from fzero.program.operation import Node
+from fzero.testing.steps import TrainStep
+from fzero.testing.strategies import train_steps
 from property_tests.laws import slow
 from property_tests.running import assert_equal, finished
-from property_tests.steps import Step
-from property_tests.strategies import steps
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_outlining_preserves_meaning(step: Step) -> None:
+def test_outlining_preserves_meaning(step: TrainStep) -> None:
     running = finished(step)
     program = outline(running.program)
     program.graph.lint()
     assert_equal(running.outputs(program), running.outputs(), None)
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes(step: Step) -> None:
+def test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes(step: TrainStep) -> None:
     """A compiled fragment is made for the sizes that the program shows."""
     running = finished(step)
     program = outline(running.program)

@@ -11,7 +11,8 @@ from fzero.base.mesh import VirtualMesh
 from fzero.layout.chunks import Overlap, chunks, overlaps, rank_overlaps
 from fzero.layout.layout import Layout, Leaf
 from fzero.layout.ranges import intersect
-from property_tests.strategies import layouts, layouts_with_ranks
+from fzero.testing.strategies import layouts
+from property_tests.strategies import layouts_with_ranks
 
 FIVE = Layout("bucket", (Leaf("leaf0", (5,)),), VirtualMesh(fsdp=4), align=1)  # parts of 2, 2, 1 and 0
 ODD = Layout("bucket", (Leaf("leaf0", ()), Leaf("leaf1", (0, 3)), Leaf("leaf2", (7,), 3)), VirtualMesh(fsdp=3), align=1)

@@ -13,7 +13,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf, Wire
 from fzero.layout.ranges import shift, tile
-from property_tests.strategies import layouts, layouts_with_ranks, wires
+from fzero.testing.strategies import layouts
+from property_tests.strategies import layouts_with_ranks, wires
 
 EMPTY = Layout("bucket", (Leaf("leaf0", (0,)),), VirtualMesh(fsdp=3))
 RAGGED = Layout("bucket", (Leaf("leaf0", (5,)), Leaf("leaf1", ())), VirtualMesh(fsdp=4), align=1)

@@ -13,7 +13,7 @@ from fzero.layout.layout import Layout, Leaf
 from fzero.layout.owners import Owners, plan_owners
 from fzero.layout.parts import cut_into_parts, join_parts
 from fzero.layout.splits import Split
-from property_tests.strategies import meshes
+from fzero.testing.strategies import meshes
 
 
 def cube(rows: int, columns: int) -> int:

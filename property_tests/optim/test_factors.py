@@ -14,7 +14,7 @@ from fzero.layout.layout import Layout, Leaf
 from fzero.layout.parts import cut_into_parts, join_parts
 from fzero.layout.splits import Split
 from fzero.optim import factors
-from property_tests.strategies import layouts
+from fzero.testing.strategies import layouts
 
 TP = VirtualMesh(fsdp=2, tp=2)
 SPLIT = Layout(

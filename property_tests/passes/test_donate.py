@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fzero
 from fzero.base.mesh import VirtualMesh
+from fzero.testing.steps import WIDE
 from property_tests.laws import slow
-from property_tests.steps import WIDE
 
 COUNT, WIDTH = 3, 4
 LISTS: list[Callable[..., Any]] = [

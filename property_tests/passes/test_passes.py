@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fzero import passes
 from fzero.program.program import Program
+from fzero.testing.steps import TrainStep
+from fzero.testing.strategies import train_steps
 from property_tests.laws import everything, slow
 from property_tests.running import as_written, assert_equal
-from property_tests.steps import Step
-from property_tests.strategies import steps
 
 REORDER = ("accumulate", "fuse")
 """Passes that keep results up to rounding: sums are taken in another order, or by a kernel that rounds elsewhere."""
@@ -25,10 +25,10 @@ def name_of(rewrite: Pass) -> str:
     return getattr(rewrite, "func", rewrite).__name__
 
 
-@given(steps())
+@given(train_steps())
 @everything
 @slow
-def test_each_pass_preserves_meaning(step: Step) -> None:
+def test_each_pass_preserves_meaning(step: TrainStep) -> None:
     running = as_written(step)
     program, outputs = running.program, running.outputs()
     for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
@@ -56,9 +56,9 @@ AFTER_BUCKET: list[Pass] = [
 ]
 
 
-@given(steps(), st.lists(st.sampled_from(AFTER_BUCKET), max_size=4))
+@given(train_steps(), st.lists(st.sampled_from(AFTER_BUCKET), max_size=4))
 @slow
-def test_passes_preserve_meaning_in_any_order(step: Step, order: list[Pass]) -> None:
+def test_passes_preserve_meaning_in_any_order(step: TrainStep, order: list[Pass]) -> None:
     """Donation comes last: no other pass rewrites a program with donated arguments."""
     order = [rewrite for rewrite in order if rewrite is not passes.donate] + [passes.donate] * (passes.donate in order)
     running = as_written(step)
@@ -70,9 +70,9 @@ def test_passes_preserve_meaning_in_any_order(step: Step, order: list[Pass]) -> 
     assert_equal(running.outputs(program), running.outputs(), None if is_exact else step.tolerance)
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_each_pass_preserves_meaning_alone(step: Step) -> None:
+def test_each_pass_preserves_meaning_alone(step: TrainStep) -> None:
     running = as_written(step)
     outputs = running.outputs()
     for rewrite in ALONE:
@@ -80,9 +80,9 @@ def test_each_pass_preserves_meaning_alone(step: Step) -> None:
         assert_equal(running.outputs(rewrite(running.program)), outputs, tolerance)
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_passes_leave_the_program_that_they_are_given_as_it_was(step: Step) -> None:
+def test_passes_leave_the_program_that_they_are_given_as_it_was(step: TrainStep) -> None:
     program = as_written(step).program
     for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
         before, rewritten = str(program.graph), rewrite(program)
@@ -90,9 +90,9 @@ def test_passes_leave_the_program_that_they_are_given_as_it_was(step: Step) -> N
         program = rewritten
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_relieve_raises_no_peak_and_moves_no_collective(step: Step) -> None:
+def test_relieve_raises_no_peak_and_moves_no_collective(step: TrainStep) -> None:
     program = as_written(step).program
     for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
         if rewrite is passes.relieve:

@@ -12,10 +12,10 @@ from fzero.program.comm import Comm
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import is_call
+from fzero.testing.steps import TrainStep
+from fzero.testing.strategies import train_steps
 from property_tests.laws import everything, slow
 from property_tests.running import finished
-from property_tests.steps import Step
-from property_tests.strategies import steps
 
 Values = list[dict[Node, Any]]
 
@@ -42,10 +42,10 @@ def count(program: Program, node: Node, result: Any) -> Iterator[Comm]:
         yield Comm("all_reduce", node.args[2], None, first.dtype, nbytes(result))
 
 
-@given(steps())
+@given(train_steps())
 @everything
 @slow
-def test_predicted_comm_is_what_each_rank_exchanges(step: Step) -> None:
+def test_predicted_comm_is_what_each_rank_exchanges(step: TrainStep) -> None:
     running = finished(step)
     exchanged: list[list[Comm]] = [[] for _ in range(step.mesh.size())]
 

@@ -20,16 +20,16 @@ from fzero.program.memory import measure_memory
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
+from fzero.testing.steps import Op, TrainStep
+from fzero.testing.strategies import layouts, train_steps
 from fzero.tracing.trace import trace
 from fzero.values.sharded import Sharded
 from property_tests.laws import everything, slow
 from property_tests.running import Running, as_written, finished
-from property_tests.steps import Op, Step
-from property_tests.strategies import layouts, steps
 
 Values = list[dict[Node, Any]]
 
-RAGGED = Step(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh")),), width=5)
+RAGGED = TrainStep(VirtualMesh(fsdp=3), (Op("dense", through=("gated", "gated", "tanh")),), width=5)
 """Rank 1 holds more of the matrix than rank 0, and more of every value computed from the slice."""
 
 
@@ -53,26 +53,26 @@ def peaks(running: Running) -> list[int]:
     return most
 
 
-@given(steps())
+@given(train_steps())
 @example(RAGGED)
 @everything
 @slow
-def test_predicted_memory_bounds_that_of_each_rank(step: Step) -> None:
+def test_predicted_memory_bounds_that_of_each_rank(step: TrainStep) -> None:
     running = finished(step)
     assert running.program.memory().peak >= max(peaks(running))
 
 
-@given(steps())
+@given(train_steps())
 @example(RAGGED)
 @slow
-def test_predicted_memory_bounds_that_of_each_rank_before_any_pass(step: Step) -> None:
+def test_predicted_memory_bounds_that_of_each_rank_before_any_pass(step: TrainStep) -> None:
     running = as_written(step)
     assert running.program.memory().peak >= max(peaks(running))
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_predicted_memory_is_near_that_of_some_rank(step: Step) -> None:
+def test_predicted_memory_is_near_that_of_some_rank(step: TrainStep) -> None:
     """Apart from the receive buffers of reduce-scatters with more than two ranks, which a simulation does not need."""
     running = finished(step)
     world = step.mesh.size(step.mesh.shard_axis)
@@ -89,9 +89,9 @@ def of_every_rank(program: Program) -> None:
     assert program.memory() == max(each, key=lambda one: one.peak)  # the first of those that have most
 
 
-@given(steps())
+@given(train_steps())
 @slow
-def test_ranks_that_are_not_looked_at_have_as_much_as_others(step: Step) -> None:
+def test_ranks_that_are_not_looked_at_have_as_much_as_others(step: TrainStep) -> None:
     for running in (as_written(step), finished(step)):
         of_every_rank(running.program)
 

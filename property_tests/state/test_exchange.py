@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fzero.layout.layout import Layout
 from fzero.state.exchange import Part, find_owners, plan, ranks_by_position
-from property_tests.strategies import layouts
+from fzero.testing.strategies import layouts
 
 
 def draw_piece(data: st.DataObject, layout: Layout) -> tuple[int, range]:

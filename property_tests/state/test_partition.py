@@ -12,10 +12,10 @@ from fzero import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import Granularity
+from fzero.testing.steps import OPTIMIZERS, Of, Optimizer, fill
+from fzero.testing.strategies import meshes, param_trees
 from fzero.values.sharded import Sharded
 from property_tests.running import bits
-from property_tests.steps import OPTIMIZERS, Of, Optimizer, filled
-from property_tests.strategies import meshes, param_trees
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "bool")
 TWO = VirtualMesh(fsdp=2)
@@ -34,7 +34,7 @@ def by_rows(path: str, shape: tuple[int, ...]) -> int | None:
 def test_unpartition_undoes_partition(
     shape: tree.Tree, mesh: VirtualMesh, persist: int, granularity: Granularity | None
 ) -> None:
-    params = filled(shape)
+    params = fill(shape)
     placed = fzero.partition(params, mesh, persist=persist, granularity=granularity)
     leaves, treedef = tree.flatten(fzero.unpartition(placed))
     assert treedef == tree.flatten(params)[1] and all(map(same, leaves, tree.leaves(params)))
@@ -42,7 +42,7 @@ def test_unpartition_undoes_partition(
 
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16))
 def test_partition_keeps_paths_shapes_and_dtypes(shape: tree.Tree, mesh: VirtualMesh) -> None:
-    params = filled(shape)
+    params = fill(shape)
     placed = tree.leaves(fzero.partition(params, mesh))
     assert [leaf.path for leaf in placed] == tree.paths(params)
     assert [(leaf.shape, leaf.dtype) for leaf in placed] == [(leaf.shape, leaf.dtype) for leaf in tree.leaves(params)]
@@ -55,7 +55,7 @@ def cut(placed: tree.Tree) -> list[Sharded]:
 
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16), st.sampled_from([None, by_rows]))
 def test_slices_of_all_ranks_are_the_leaf(shape: tree.Tree, mesh: VirtualMesh, granularity: Granularity | None) -> None:
-    for leaf in cut(fzero.partition(filled(shape), mesh, granularity=granularity)):
+    for leaf in cut(fzero.partition(fill(shape), mesh, granularity=granularity)):
         slices = [
             copy_slices({leaf.index: leaf.local}, leaf.form.layout, rank)[leaf.index]
             for rank in range(leaf.form.layout.world)
@@ -66,7 +66,7 @@ def test_slices_of_all_ranks_are_the_leaf(shape: tree.Tree, mesh: VirtualMesh, g
 
 @given(param_trees(dtypes=DTYPES), meshes(max_world=16))
 def test_a_leaf_is_in_one_bucket_with_leaves_of_its_dtype(shape: tree.Tree, mesh: VirtualMesh) -> None:
-    placed = cut(fzero.partition(filled(shape), mesh))
+    placed = cut(fzero.partition(fill(shape), mesh))
     assert len({(leaf.form.layout, leaf.index) for leaf in placed}) == len(placed)
     dtypes: dict[str, object] = {}
     assert all(dtypes.setdefault(leaf.form.layout.bucket, leaf.dtype) == leaf.dtype for leaf in placed)
@@ -75,7 +75,7 @@ def test_a_leaf_is_in_one_bucket_with_leaves_of_its_dtype(shape: tree.Tree, mesh
 @given(param_trees(), meshes(max_world=16), st.sampled_from(sorted(OPTIMIZERS)))
 def test_state_lies_as_its_parameters(shape: tree.Tree, mesh: VirtualMesh, name: str) -> None:
     """State of whole parameters, partitioned `like` them, has the layouts of the state of partitioned parameters."""
-    params, optimizer = filled(shape), Optimizer(name).made()
+    params, optimizer = fill(shape), Optimizer(name).make()
     assume(has_paths(params))
     placed = fzero.partition(params, mesh)
     ours = tree.leaves(fzero.partition(optimizer.init(params), mesh, like=placed))
@@ -93,8 +93,8 @@ def has_paths(params: tree.Tree) -> bool:
 @given(param_trees(), meshes(max_world=16))
 def test_a_leaf_that_has_no_parameter_of_its_path_and_shape_lies_elsewhere(shape: tree.Tree, mesh: VirtualMesh) -> None:
     assume(has_paths(shape))
-    placed = fzero.partition(filled(shape), mesh)
-    others = {"count": filled(Of((), "int64")), "history": filled(Of((5, 7)))}
+    placed = fzero.partition(fill(shape), mesh)
+    others = {"count": fill(Of((), "int64")), "history": fill(Of((5, 7)))}
     rows = tree.map(lambda leaf: leaf.unsqueeze(0), fzero.unpartition(placed))
     found = fzero.partition({**others, "mu": fzero.unpartition(placed), "rows": rows}, mesh, like=placed)
     assert found["count"].form.layout.replicated and found["history"].form.layout.bucket == "history"

@@ -11,8 +11,9 @@ from fzero.layout.layout import Layout, replicated_layout
 from fzero.state.fill import copy_slices
 from fzero.state.safetensors.header import plan_header
 from fzero.state.safetensors.saving import plan_pieces
+from fzero.testing.strategies import layouts
 from fzero.values.sharded import Sharded
-from property_tests.strategies import dtypes, layouts
+from property_tests.strategies import dtypes
 
 
 @given(layouts(), dtypes(), st.booleans())

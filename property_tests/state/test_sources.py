@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fzero.state.sources import TensorSource
-from property_tests.strategies import dtypes, leaf_shapes
+from fzero.testing.strategies import leaf_shapes
+from property_tests.strategies import dtypes
 
 
 @st.composite

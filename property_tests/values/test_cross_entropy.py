@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import fzero
+from fzero.testing.steps import WIDE
 from property_tests.laws import slow
-from property_tests.steps import WIDE
 
 
 class Problem(NamedTuple):

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 import fzero
 from fzero import tree
+from fzero.testing.steps import WIDE
 from fzero.values.quantized import is_quantized
 from property_tests.laws import slow
-from property_tests.steps import WIDE
 
 WIDTH = 4
 

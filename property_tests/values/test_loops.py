@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
+from fzero.testing.steps import WIDE
 from property_tests.laws import slow
-from property_tests.steps import WIDE
 
 WIDTH, TURNS, ROWS = 3, 3, 4
 NAMES = ("state", "shared", "own", "row", "constant", "followed")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
+from fzero.testing.steps import WIDE
 from property_tests.laws import slow
-from property_tests.steps import WIDE
 
 
 def sums(params: Any, batch: Any) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,11 @@ from fzero.layout.layout import Layout, Leaf
 from fzero.passes import defaults
 from fzero.program.ops.leaves import gather_leaf, scatter_leaf, take_leaf
 from fzero.ranks.virtual import virtual
+from fzero.testing.steps import WIDE
+from fzero.testing.strategies import layouts, small_meshes
 from fzero.values.moves import BESIDE, PARTS, Spread, Total, move
 from fzero.values.sharded import Sharded
 from property_tests.laws import slow
-from property_tests.steps import WIDE
-from property_tests.strategies import layouts, small_meshes
 
 Inner = tuple[Tensor, Tensor]
 """`<move(x), y>` and `<x, transpose(y)>`, each [1] on one rank. Their means over ranks are equal."""

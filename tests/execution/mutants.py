@@ -19,6 +19,7 @@ from fzero.program import ops
 from fzero.program.operation import Operation
 from fzero.program.program import Program
 from fzero.program.records import record, register
+from fzero.program.rules import guard
 from fzero.variants import int8_gather, int8_mean, int8_scatter
 
 MESH = VirtualMesh(fsdp=2)
@@ -199,7 +200,9 @@ def list_mutants() -> list[Mutant]:
                 def call(*args: Any, fake: Any = original.fake, **kwargs: Any) -> Any:
                     return fake(*args, **kwargs)
 
-                wrong = replace(original, name=mutant, target=call, **fields)
+                wrong = replace(
+                    original, name=mutant, target=call, **{x: guard(mutant, x, rule) for x, rule in fields.items()}
+                )
                 register(wrong)
                 made.append(
                     Mutant(f"{original.name}: {name}", variant, target, wrong, f"operation '{mutant}': .*{says}")

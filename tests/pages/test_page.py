@@ -92,7 +92,7 @@ def test_a_page_has_all_panels_and_needs_nothing(program: Program) -> None:
 
 def test_what_stands_under_the_mouse_is_what_the_program_says(program: Program) -> None:
     titles = read(draw_page(program)).titles
-    peak = str(program.memory())
+    peak = program.memory().summary
     assert any(title.split("\n")[0].endswith(f": {peak}") for title in titles), "no column has the peak"
     for transfer in program.timeline().transfers:
         assert any(transfer.name in title for title in titles), transfer.name

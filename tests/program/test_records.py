@@ -192,7 +192,9 @@ def test_blocks_that_do_not_divide_by_the_ranks_are_named() -> None:
         perform=perform,
         moves=lambda program, node: [ops.Comm("all_to_all", "fsdp", None, torch.float32, 16)],
     )
-    with pytest.raises(FzeroError, match="an exchange: exchanges 4 elements, which do not divide by 3 ranks; pad to"):
+    with pytest.raises(
+        FzeroError, match=r"all-to-all that exchanges 4 elements, which do not divide by 3 ranks, in .* on rank 0; pad"
+    ):
         fzero.simulate(lambda x: uneven(x), MESH)(torch.ones(12))
 
 

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.program.comm import Comm, comm_of
+from fzero.program.comm import Comm
 from fzero.program.kinds import Kind, Slice, kind_of_state
 from fzero.program.memory import Allocator, measure_beside
 from fzero.program.operation import Node, Operation, Work, nbytes
 from fzero.program.ops.transfers import copy_of
 from fzero.program.places import CHAIN, Where, is_placed, where_of
-from fzero.program.records import find_loops, record, register, register_for_tracing, starts
+from fzero.program.records import comm_of, find_loops, record, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
 

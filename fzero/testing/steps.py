@@ -1,4 +1,4 @@
-"""Random train steps as values: what hypothesis prints of a failing case can be pasted into `@example`.
+"""Train steps as values, which strategies draw and failing checks print.
 
 A step trains `layers` square layers, each a dict of `w` [width, width], `b` and `g` [width] and `s` [], and a tree of
 other leaves. Its forward pass is a list of operations on activations [rows, width], each of earlier ones; the batch is
@@ -33,7 +33,7 @@ class Of:
     dtype: str = "float64"
 
 
-def filled(of: tree.Tree, seed: int = 0) -> tree.Tree:
+def fill(of: tree.Tree, seed: int = 0) -> tree.Tree:
     """Tensors for the leaves of a tree of `Of`: normal numbers of deviation 1/2, or integers."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -70,7 +70,7 @@ class Optimizer(NamedTuple):
     clip: float | None = None
     schedule: bool = False
 
-    def made(self) -> optim.GradientTransformation:
+    def make(self) -> optim.GradientTransformation:
         """The pair of functions."""
         rate = optim.warmup_cosine_decay_schedule(0.02, 0.1, 1, 4) if self.schedule else 0.1
         clip = optim.identity() if self.clip is None else optim.clip_by_global_norm(self.clip)
@@ -100,10 +100,12 @@ STEADY = ("sgd", "momentum", "nesterov", "squashed")
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainStep:
     """A train step on a mesh: `step(*step.state(), *step.batch())`.
 
-    Returns the new state, tree by tree, and then the loss, the activations [rows, width] and the parameters' norm.
+    Returns the new state, tree by tree, and then the loss, the activations [rows, width] and the parameters' norm. In a
+    scan every turn does all operations, with the leaves of its layer. With `fzero.accumulate`, which returns no
+    activations, the numbers of the batch stand for these.
     """
 
     mesh: VirtualMesh
@@ -115,10 +117,12 @@ class Step:
     width: int = 2
     rows: int = 1  # of one microbatch on one rank
     microbatches: int = 1
-    dtypes: tuple[str, str, str, str] = ("float64",) * 4  # type: ignore[assignment]  # of a layer's leaves
+    dtypes: tuple[str, str, str, str] = ("float64",) * 4  # of a layer's leaves
     loss: str = "mean"
+    compute: str = "float64"  # the dtype of activations, to which leaves are cast where they are used
     averaged: bool = False  # whether it keeps a moving average of the parameters, which teaches them
     functorch: bool = False  # whether torch.func differentiates, not fzero
+    loop: str = ""  # "scan" over the layers, or fzero.accumulate that averages in "each" turn or "once"
     stage: int = 3
     donate: bool = True
 
@@ -127,18 +131,18 @@ class Step:
         shapes = ((self.width, self.width), (self.width,), (self.width,), ())
         layer = {name: Of(shape, dtype) for name, shape, dtype in zip(NAMES, shapes, self.dtypes)}
         shape = {"layers": [layer] * self.layers, "others": self.others}
-        params = filled(shape)
-        averages = (filled(shape, seed=1),) if self.averaged else ()
-        return (params, self.optimizer.made().init(params), *averages)
+        params = fill(shape)
+        averages = (fill(shape, seed=1),) if self.averaged else ()
+        return (params, self.optimizer.make().init(params), *averages)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Numbers [N, width] and tokens [N], N rows of all microbatches of all ranks."""
         draw = torch.Generator().manual_seed(2)
         size = self.rows * self.microbatches * self.mesh.size()
         x = torch.randn(size, self.width, generator=draw, dtype=WIDE) / 2
-        return x, torch.randint(self.width, (size,), generator=draw)
+        return x.to(self.wide), torch.randint(self.width, (size,), generator=draw)
 
-    def sharded(self) -> tuple[tree.Tree, ...]:
+    def partition(self) -> tuple[tree.Tree, ...]:
         """`state` on all ranks of the mesh."""
         placed: tuple[tree.Tree, ...] = ()
         for part in self.state():
@@ -147,16 +151,31 @@ class Step:
 
     def __call__(self, params: tree.Tree, memory: Any, *rest: Any) -> tuple[Any, ...]:
         average, (x, tokens) = rest[0] if self.averaged else None, rest[-2:]
-        pieces = zip(x.chunk(self.microbatches), tokens.chunk(self.microbatches))
-        found = [self._differentiated(params, average, *piece) for piece in pieces]
-        grads = tree.map(lambda *parts: sum(parts[1:], parts[0]) / self.microbatches, *(grads for _, _, grads in found))
-        updates, memory = self.optimizer.made().update(grads, memory, params)
+        value, out, grads = self._average(params, average, x, tokens)
+        updates, memory = self.optimizer.make().update(grads, memory, params)
         new = optim.apply_updates(params, updates)
         averages = [tree.map(lambda a, p: torch.lerp(a, p, 0.25), average, new)] if self.averaged else []
-        value = torch.stack([value for value, _, _ in found]).mean()
-        return (new, memory, *averages, value, torch.cat([out for _, out, _ in found]), optim.global_norm(new))
+        return (new, memory, *averages, value, out, optim.global_norm(new))
 
-    def _differentiated(self, params: tree.Tree, *given: Any) -> tuple[Tensor, Tensor, tree.Tree]:
+    def _average(
+        self, params: tree.Tree, average: tree.Tree | None, x: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor, tree.Tree]:
+        """The loss, the activations and the gradient, of all microbatches."""
+        if self.loop in ("each", "once"):
+
+            def sums(params: tree.Tree, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+                value, _ = self._loss(params, average, *batch)
+                return value * len(batch[0]), torch.full((), len(batch[0]), dtype=WIDE)
+
+            value, grads = fzero.accumulate(sums, self.microbatches, sync=self.loop)(params, (x, tokens))
+            return value, x, grads
+        pieces = zip(x.chunk(self.microbatches), tokens.chunk(self.microbatches))
+        found = [self._differentiate(params, average, *piece) for piece in pieces]
+        grads = tree.map(lambda *parts: sum(parts[1:], parts[0]) / self.microbatches, *(grads for _, _, grads in found))
+        value = torch.stack([value for value, _, _ in found]).mean()
+        return value, torch.cat([out for _, out, _ in found]), grads
+
+    def _differentiate(self, params: tree.Tree, *given: Any) -> tuple[Tensor, Tensor, tree.Tree]:
         if self.functorch:
             grads, (value, out) = torch.func.grad_and_value(self._loss, has_aux=True)(params, *given)
         else:
@@ -171,42 +190,59 @@ class Step:
         for penalty in self.penalties:
             leaf = leaves[penalty.leaf % len(leaves)]
             if leaf.numel():
-                value = value + 0.1 * PENALTIES[penalty.name](leaf.to(WIDE))
+                value = value + 0.1 * PENALTIES[penalty.name](leaf.to(self.wide))
         return value, out
 
     def _forward(self, params: tree.Tree, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.loop == "scan":
+
+            def turn(h: Tensor, _: None, layer: dict[str, Any]) -> tuple[Tensor, None]:
+                return self._apply([layer], h, tokens), None
+
+            return fzero.scan(turn, x, layers=params["layers"])[0]
+        return self._apply(params["layers"], x, tokens)
+
+    def _apply(self, layers: list[dict[str, Any]], x: Tensor, tokens: Tensor) -> Tensor:
         values = [x]
         for op in self.ops:
-            here = Here(self, params["layers"], op, tokens)
+            here = Here(self, layers, op, tokens)
             call = fzero.remat(OPERATIONS[op.name]) if op.remat else OPERATIONS[op.name]
             values.append(call(here, values[op.x % len(values)], values[op.y % len(values)]))
         return values[-1]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of activations."""
+        return getattr(torch, self.compute)
 
     @property
     def tolerance(self) -> float:
         """The largest difference to the unsharded step, absolute and relative.
 
         Sums in another order move float64 by 1e-16 of values of order 1, Adam a thousand times that; state in float32
-        is rounded to 6e-8. bfloat16 rounds to 2 ** -9: gradients in it are summed in it over ranks, and those of
-        microbatches, which hold other examples on ranks than alone, are rounded to it one by one.
+        is rounded to 6e-8, and activations in float32 are, many times. bfloat16 rounds to 2 ** -9: gradients in it are
+        summed in it over ranks, and those of microbatches, which hold other examples on ranks than alone, are rounded
+        to it one by one.
         """
         rounded = any("rounded" in op.through for op in self.ops) and self.microbatches > 1
         if rounded or "bfloat16" in self.dtypes or any(op.name == "low" for op in self.ops):
             return 5e-2
+        if self.compute == "float32":
+            return 1e-3 if self.optimizer.name.startswith("adam") else 1e-4
         return 1e-5 if "float32" in self.dtypes else 1e-9
 
 
 class Here(NamedTuple):
     """Where an operation stands."""
 
-    step: Step
+    step: TrainStep
     layers: list[dict[str, Any]]
     op: Op
     tokens: Tensor
 
     def leaf(self, name: str, *, further: int = 0) -> Any:
         """A leaf of the operation's layer, or of one `further` on."""
-        return self.layers[(self.op.layer + further) % len(self.layers)][name].to(WIDE)
+        return self.layers[(self.op.layer + further) % len(self.layers)][name].to(self.step.wide)
 
     @property
     def w(self) -> Any:
@@ -217,15 +253,15 @@ class Here(NamedTuple):
         return w
 
 
-def _rounded(w: Any) -> Any:
-    return w.to(torch.bfloat16).to(WIDE)
+def _round(w: Any) -> Any:
+    return w.to(torch.bfloat16).to(w.dtype)
 
 
 THROUGH: dict[str, Callable[[Here, Any], Any]] = {
     "tanh": lambda here, w: torch.tanh(w),
     "cos": lambda here, w: torch.cos(w),
     "double": lambda here, w: w + w,
-    "rounded": lambda here, w: _rounded(w),
+    "rounded": lambda here, w: _round(w),
     "detached": lambda here, w: (w + w.detach()) / 2,
     "centered": lambda here, w: w - w.mean(),
     "unit": lambda here, w: w / (1 + w.norm()),
@@ -250,7 +286,7 @@ def _everywhere(here: Here, x: Tensor) -> Tensor:
 
 
 def _low(here: Here, x: Tensor, y: Tensor) -> Tensor:
-    return torch.tanh(x.to(torch.bfloat16) @ here.w.to(torch.bfloat16)).to(WIDE)
+    return torch.tanh(x.to(torch.bfloat16) @ here.w.to(torch.bfloat16)).to(x.dtype)
 
 
 OPERATIONS: dict[str, Callable[[Here, Tensor, Tensor], Tensor]] = {
@@ -295,36 +331,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda out, tokens: out.square().max(),
 }
 """Of activations and tokens; the first two are means over examples."""
-
+LOOPS = ("", "scan", "each", "once")
+"""What a step loops by: Python, `fzero.scan` over its layers, `fzero.accumulate` that averages in each turn or once."""
 RIGHT, WRONG = ("mean", "entropy"), ("sum", "first", "max")
-
-_OPS, _THROUGH = ([name for name in names if name not in ("low", "rounded")] for names in (OPERATIONS, THROUGH))
-_MESHES = (
-    VirtualMesh(fsdp=2),
-    VirtualMesh(fsdp=3),
-    VirtualMesh(replica=2, fsdp=2),
-    VirtualMesh(fsdp=2, replica=2),
-    VirtualMesh(fsdp=4),
-)
-EVERYTHING = tuple(
-    Step(
-        mesh=mesh,
-        ops=(
-            Op("dense", -1, 0, 0, tuple(_THROUGH[i::10])),
-            *(Op(name, -1, 0, 1, remat=i % 2 == 0) for name in _OPS[i::5]),
-            Op("linear", -1, 0, 1, tuple(_THROUGH[i + 5 :: 10]), remat=True),
-        ),
-        penalties=tuple(Penalty(name, j) for j, name in enumerate(PENALTIES)),
-        optimizer=Optimizer(("adamw", "momentum", "masked", "adam", "squashed")[i], (None, 0.1)[i % 2], schedule=i > 2),
-        others={"a": [Of((0, 2)), Of(())], "b": Of((3, 3))},
-        layers=2,
-        width=5,
-        microbatches=1 if "center" in _OPS[i::5] else 2,
-        averaged=i % 2 == 0,
-        functorch=i > 1,
-        stage=(3, 1, 2, 3, 1)[i],
-        donate=i != 1,
-    )
-    for i, mesh in enumerate(_MESHES)
-)
-"""Steps that together have every operation and every function of `THROUGH` but the ones that round to bfloat16."""
