@@ -84,7 +84,7 @@ class Wild:
     stage: int = 3
     donate: bool = True
 
-    def sharded(self) -> tuple[tree.Tree, ...]:
+    def partition(self) -> tuple[tree.Tree, ...]:
         draw = torch.Generator().manual_seed(0)
         bucket = {"w": torch.randn(5, 3, generator=draw), "v": torch.randn(5, 3, generator=draw)}
         params = fzero.partition({"layers": [bucket], "m": torch.randn(7, 3, generator=draw)}, self.mesh)
@@ -232,7 +232,7 @@ class Training:
     stage: int = 3
     donate: bool = True
 
-    def sharded(self) -> tuple[tree.Tree, ...]:
+    def partition(self) -> tuple[tree.Tree, ...]:
         draw = torch.Generator().manual_seed(0)
         shapes = {"u": (4, 4), "v": (4, 4), "s": ()}
         layers = [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(2)]
