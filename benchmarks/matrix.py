@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from training import Batch, Contender, Setup
 
-SIDE = {"cuda": 8192, "cpu": 256}
+SIDE = {"cuda": 8192, "cpu": 128}  # a core may need 25 ms for a product of 256 in bf16
 PRODUCTS = 20  # a step: long enough that starting them costs nothing
 
 

@@ -2,6 +2,7 @@
 
     run(2, fn, 7)               -> [fn(mesh, 7) of rank 0, fn(mesh, 7) of rank 1]
     run_cases(2, {"a": case})   -> {"a": [Outcome of rank 0, Outcome of rank 1]}
+    run_script(file, "--steps", "2") -> what it prints
 
 Ranks are forked from one process that has imported what they need and done nothing else, and are there in a tenth of a
 second.
@@ -11,12 +12,15 @@ looks at the outcome of its own: what a process does first (import, trace, conne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import sys
 import time
@@ -25,6 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,6 +107,11 @@ def run(
         _end([process for process in processes if process.pid is not None], grace)
 
 
+def run_script(script: Path, *flags: str) -> str:
+    """What a script prints that is run in one process: in a rank, which has imported torch already, without a group."""
+    return run(1, _run_script, str(script), flags, timeout=240.0, lost=())[0]
+
+
 def run_cases(world: int, cases: Mapping[str, Case], timeout: float = 240.0) -> dict[str, list[Outcome]]:
     """`case(mesh)` for each case, one after the other, on each of `world` ranks. A case that raises does not stop the
     next one, unless it left the ranks out of step."""
@@ -162,6 +172,15 @@ def chosen(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
     """The values of a parameter in those tests of the fixture's file that will run: others need no cases."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     return {item.callspec.params[parameter] for item in items if parameter in item.callspec.params}
+
+
+def _run_script(mesh: DeviceMesh, script: str, flags: Sequence[str]) -> str:
+    dist.destroy_process_group()
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 def _rank(

@@ -141,6 +141,8 @@ def compare_values(got: Any, want: Any, error: float = 0.0) -> str:
     got, want = (x.detach().to_dense().resolve_conj().resolve_neg() for x in (got, want))
     if want.dtype.is_complex:
         got, want = torch.view_as_real(got), torch.view_as_real(want)
+    if torch.equal(got, want):  # as most are, and known in a tenth of the time
+        return ""
     if want.dtype.is_floating_point:
         finite = want[want.isfinite()].abs()
         largest = float(finite.max()) if finite.numel() else 0.0

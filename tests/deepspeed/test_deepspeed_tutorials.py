@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import deepspeed_tutorials as tutorials
 import pytest
 import torch
+from processes import run_script
 from test_docs import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,9 +23,7 @@ import deepspeed_table
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `fzero.deepspeed` makes of each case."""
     out = tmp_path_factory.mktemp("tutorials") / "found.json"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, tutorials.__file__, "fzero.deepspeed", str(out)]
-    subprocess.run(command, check=True, timeout=300, env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+    run_script(Path(tutorials.__file__), "fzero.deepspeed", str(out))
     return dict(json.loads(out.read_text()))
 
 

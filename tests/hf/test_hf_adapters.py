@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import transformers
 from hf_models import (
     assert_comm_is_its_closed_form,
     make_arguments,
+    make_dataset,
     make_model,
     make_ragged_dataset,
     pad_rows,
@@ -55,6 +58,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "prompt tuning": lambda: peft.PromptTuningConfig(**CAUSAL, num_virtual_tokens=3),
     "prefix tuning": lambda: peft.PrefixTuningConfig(**CAUSAL, num_virtual_tokens=3),
 }
+RAGGED = {"LoRA", "DoRA", "LoRA of embeddings", "LoRA of tokens", "OFT", "prompt tuning", "prefix tuning"}
+"""Adapters whose rows have two lengths, where each program is traced twice. The others are matrices or vectors beside
+those of a layer, as LoRA's are: rows of one length show them."""
 TOLERANCE = 1e-5
 
 
@@ -72,12 +78,24 @@ def train(cls: Any, folder: Path, name: str, others: int = 0, resume: Any = None
         "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2, **named.pop("changed", {}),
     }  # fmt: skip
-    rows = make_ragged_dataset()
+    rows = make_ragged_dataset() if name in RAGGED and not others else make_dataset()
     data = {"train_dataset": rows, "eval_dataset": rows[:8], "data_collator": pad_rows}
     trainer = cls(make_adapted(name, others), make_arguments(folder, **changed), **data, **named)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(folder / "last")
     return trainer
+
+
+@pytest.fixture(scope="module")
+def train_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """The trainer of adapters of a name on two virtual ranks, and its folder: one run for all tests of the file."""
+
+    @functools.cache
+    def once(name: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("ours")
+        return train(fzero.hf.Trainer, folder, name, mesh=VirtualMesh(fsdp=2)), folder
+
+    return once
 
 
 def assert_equal_logs(got: Any, expected: Any, last: int = 0) -> None:
@@ -112,29 +130,31 @@ def assert_equal_files(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_adapters_train_and_are_saved_as_in_transformers(name: str, tmp_path: Path) -> None:
-    expected = train(transformers.Trainer, tmp_path / "theirs", name)
-    got = train(fzero.hf.Trainer, tmp_path / "ours", name, mesh=VirtualMesh(fsdp=2))
+def test_adapters_train_and_are_saved_as_in_transformers(name: str, train_once: Any, tmp_path: Path) -> None:
+    expected = train(transformers.Trainer, tmp_path, name)
+    got, folder = train_once(name)
     assert_equal_logs(got, expected)
     assert got.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=TOLERANCE)
-    assert_equal_files(tmp_path / "ours" / "last", tmp_path / "theirs" / "last")
+    assert_equal_files(folder / "last", tmp_path / "last")
 
 
 @pytest.mark.parametrize("name", ["LoRA", "modules_to_save", "prompt tuning"])
 @pytest.mark.parametrize("others", [0, 1])
-def test_training_goes_on_from_adapters(name: str, others: int, tmp_path: Path) -> None:
+def test_training_goes_on_from_adapters(name: str, others: int, train_once: Any, tmp_path: Path) -> None:
     if others and name == "prompt tuning":
         pytest.skip("peft has one prompt at a time")
-    got = train(fzero.hf.Trainer, tmp_path, name, others, mesh=VirtualMesh(fsdp=2))
-    again = train(
-        fzero.hf.Trainer, tmp_path, name, others, tmp_path / "checkpoint-2", mesh=VirtualMesh(fsdp=2), stage=2
-    )
+    mesh = VirtualMesh(fsdp=2)
+    if others:
+        got, folder = train(fzero.hf.Trainer, tmp_path / "first", name, others, mesh=mesh), tmp_path / "first"
+    else:
+        got, folder = train_once(name)
+    again = train(fzero.hf.Trainer, tmp_path / "again", name, others, folder / "checkpoint-2", mesh=mesh, stage=2)
     assert_equal_logs(again, got, last=2)
 
 
-def test_peft_reads_what_was_saved_and_generates_the_same_tokens(tmp_path: Path) -> None:
-    trainer = train(fzero.hf.Trainer, tmp_path, "LoRA", mesh=VirtualMesh(fsdp=2))
-    read = peft.PeftModel.from_pretrained(make_model("llama"), tmp_path / "last").eval()
+def test_peft_reads_what_was_saved_and_generates_the_same_tokens(train_once: Any) -> None:
+    trainer, folder = train_once("LoRA")
+    read = peft.PeftModel.from_pretrained(make_model("llama"), folder / "last").eval()
     ours = fzero.unpartition(trainer.sharded.params)
     held = dict(zip(tree.paths(ours), tree.leaves(ours)))
     for path, x in read.named_parameters():
@@ -151,8 +171,8 @@ def test_arguments_mean_the_same_for_adapters(changed: dict[str, Any], tmp_path:
     assert_equal_logs(got, expected)
 
 
-def test_only_adapters_have_gradients_and_state(tmp_path: Path) -> None:
-    trainer = train(fzero.hf.Trainer, tmp_path, "LoRA", mesh=VirtualMesh(fsdp=2))
+def test_only_adapters_have_gradients_and_state(train_once: Any) -> None:
+    trainer, _ = train_once("LoRA")
     params = trainer.sharded.params
     trained = {path for path, leaf in zip(tree.paths(params), tree.leaves(params)) if not is_frozen(leaf)}
     assert trained and all("lora_" in path for path in trained)
@@ -193,8 +213,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             assert torch.equal(coded[path], x), path
 
 
-def test_adapters_of_another_shape_are_refused(tmp_path: Path) -> None:
-    train(fzero.hf.Trainer, tmp_path, "LoRA", mesh=VirtualMesh(fsdp=2))
+def test_adapters_of_another_shape_are_refused(train_once: Any, tmp_path: Path) -> None:
+    shutil.copytree(train_once("LoRA")[1] / "checkpoint-2", tmp_path / "checkpoint-2")
     file = tmp_path / "checkpoint-2" / "adapter_model.safetensors"
     held = load_file(file)
     save_file(dict(list(held.items())[1:]), file)
@@ -205,11 +225,11 @@ def test_adapters_of_another_shape_are_refused(tmp_path: Path) -> None:
         train(fzero.hf.Trainer, tmp_path, "LoRA", resume=tmp_path / "checkpoint-2", mesh=VirtualMesh(fsdp=2))
 
 
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Path) -> None:
     model = make_model("llama")
     model._hf_peft_config_loaded = True  # what add_adapter of transformers sets
     with pytest.raises(FzeroError, match=r"has adapters of add_adapter.*; give peft.get_peft_model"):
         fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
-    trainer = train(fzero.hf.Trainer, tmp_path, "prompt tuning", mesh=VirtualMesh(fsdp=2))
+    trainer, _ = train_once("prompt tuning")
     with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
         trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
