@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.passes import bucket, donate, release, resolve
 from fzero.program import ops
-from fzero.program.memory import measure_memory
+from fzero.program.memory import Allocator, measure_memory
 from fzero.program.operation import Node, nbytes
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
@@ -74,14 +75,18 @@ def test_predicted_memory_bounds_that_of_each_rank_before_any_pass(step: TrainSt
 
 @given(train_steps())
 @example(CAST)
+@example(dataclasses.replace(CAST, mesh=VirtualMesh(fsdp=2), width=4, rows=3, loss="entropy"))
 @slow
 def test_predicted_memory_is_near_that_of_some_rank(step: TrainStep) -> None:
-    """Apart from the receive buffers of reduce-scatters with more than two ranks, which a simulation does not need."""
+    """Apart from the receive buffers of reduce-scatters with more than two ranks, which a simulation does not need, and
+    from what an operation needs while it runs: bytes are counted behind each node."""
     running = finished(step)
+    scratch = Allocator(running.program, range(step.mesh.size(step.mesh.shard_axis))).scratch.values()
+    within = max((int(torch.as_tensor(each).max()) for each in scratch), default=0)
     world = step.mesh.size(step.mesh.shard_axis)
     scattered = running.program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     received = max(world - 2, 0) * sum(nbytes(node.meta["val"]) for node in scattered)
-    assert running.program.memory().peak <= 1.01 * max(peaks(running)) + received
+    assert running.program.memory().peak <= 1.01 * max(peaks(running)) + received + within
 
 
 def of_every_rank(program: Program) -> None:
