@@ -38,6 +38,7 @@ GOOD: dict[str, list[Any]] = {
     "rtol": [1e-3],
     "atol": [1e-3],
     "ranks": [2],
+    "pass_state": [{}],
     "split": [{}],  # a mesh of ranks alone has no axis to split over
 }
 BAD: dict[str, list[Any]] = {
@@ -58,10 +59,16 @@ BAD: dict[str, list[Any]] = {
     "rtol": ["small"],
     "atol": ["small"],
     "ranks": [0],
+    "pass_state": [7, {"unknown": torch.ones(1)}],
     "split": [7, {"*": ("fsdp", 0)}],
 }
 BESIDE_PASSES = {"stage", "memory", "donate", "reduce_dtype", "chunk", "to", "plan"}
-NAMES = {"ranks": "mesh axis fsdp", "data": "mesh axis 'model'", "split": "split '*'"}
+NAMES = {
+    "ranks": "mesh axis fsdp",
+    "data": "mesh axis 'model'",
+    "split": "split '*'",
+    "pass_state": "pass_state 'unknown'",
+}
 """What errors call an option in the place of its name."""
 
 

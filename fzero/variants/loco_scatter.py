@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from fzero import Program
-from fzero.variants import quantization
 from fzero.variants.compression import compress_scatters
 from fzero.variants.compressor import Compressor
+from fzero.variants.quantization import (
+    count_bytes,
+    count_nibbles,
+    dequantize,
+    dequantize_4_bits,
+    quantize,
+    quantize_to_4_bits,
+)
 
 
 def loco_scatter(program: Program, *, beta: float = 0.8, period: int = 1024) -> Program:
@@ -32,20 +39,20 @@ class _Loco(Compressor):
     dtype, counts = torch.uint8, True
 
     def size(self, world: int, numel: int) -> int:
-        return world * quantization.count_bytes(numel)
+        return world * count_bytes(numel)
 
     def recall(self, kept: Tensor, numel: int) -> Tensor:
-        return quantization.dequantize(kept.view(-1, quantization.count_bytes(numel)), numel)
+        return dequantize(kept.view(-1, count_bytes(numel)), numel)
 
     def store(self, left: Tensor, kept: Tensor, count: Tensor | None, *options: Any) -> Tensor:
         beta, period = options
         average = beta * self.recall(kept, left.shape[1]) + (1 - beta) * left
-        return quantization.quantize(torch.where((count + 1) % period == 0, 0.0, average)).view(-1)  # type: ignore
+        return quantize(torch.where((count + 1) % period == 0, 0.0, average)).view(-1)  # type: ignore
 
 
 LOCO = _Loco(
     "loco",
-    lambda numel, *_: quantization.count_nibbles(numel),
-    lambda rows, real, *_: quantization.quantize_to_4_bits(rows),
-    lambda packed, size, *_: quantization.dequantize_4_bits(packed, size),
+    lambda numel, *_: count_nibbles(numel),
+    lambda rows, real, *_: quantize_to_4_bits(rows),
+    lambda packed, size, *_: dequantize_4_bits(packed, size),
 )

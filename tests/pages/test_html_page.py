@@ -105,7 +105,7 @@ def test_what_stands_under_the_mouse_is_what_the_program_says(program: Program) 
 
 def test_the_user_s_code_is_named(program: Program) -> None:
     page = draw_page(program)
-    assert "test_page.py" in page and "in apply: x = torch.tanh" in page
+    assert "test_html_page.py" in page and "in apply: x = torch.tanh" in page
     assert str(Path(__file__).parent) not in page, "folders take room, and are nobody's business"
 
 
