@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fzero import Program, ops
+from fzero.variants.options import check_option
 from fzero.variants.workers import return_instead, train_apart
 
 aten = torch.ops.aten
@@ -27,9 +28,12 @@ def diloco(
     and workers go on from there. The step's optimizer state stays as it is. A rate of 1 without momentum is local SGD.
 
     Raises:
-        FzeroError: behind the pass bucket; on a mesh without the axis or with model axes; where the step has a loop,
-            trains a leaf that every rank holds, or returns nothing in the place of a leaf that it trains.
+        FzeroError: for a rate not above 0, or a momentum not in [0, 1); behind the pass bucket; on a mesh
+            without the axis or with model axes; where the step has a loop, trains a leaf that every rank holds, or
+            returns nothing in the place of a leaf that it trains.
     """
+    check_option("diloco", "rate", rate, 0 < rate < float("inf"), "a number above 0, as 0.7")
+    check_option("diloco", "momentum", momentum, 0 <= momentum < 1, "a number in [0, 1), as 0.9")
     program, weights = train_apart(program, "diloco", axis)
     shared = dict[int, Any]()
     for path, at, old, new in weights:

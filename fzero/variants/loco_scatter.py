@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero import Program
 from fzero.variants.compression import compress_scatters
 from fzero.variants.compressor import Compressor
+from fzero.variants.options import check_option
 from fzero.variants.quantization import (
     count_bytes,
     count_nibbles,
@@ -30,8 +31,11 @@ def loco_scatter(program: Program, *, beta: float = 0.8, period: int = 1024) -> 
     beta times the old average and 1 - beta times the new error, which is zero again after each `period` of steps.
 
     Raises:
-        FzeroError: on a mesh with model axes, where nothing is scattered, and where a loop scatters.
+        FzeroError: for a beta that is not in [0, 1), or a period below 1; on a mesh with model axes, where nothing is
+            scattered, and where a loop scatters.
     """
+    check_option("loco_scatter", "beta", beta, 0 <= beta < 1, "a part of the average to keep, as 0.8")
+    check_option("loco_scatter", "period", period, isinstance(period, int) and period >= 1, "a whole number from 1")
     return compress_scatters(program, "loco_scatter", LOCO, (beta, period))
 
 
@@ -51,8 +55,6 @@ class _Loco(Compressor):
 
 
 LOCO = _Loco(
-    "loco",
-    lambda numel, *_: count_nibbles(numel),
-    lambda rows, real, *_: quantize_to_4_bits(rows),
+    "loco", lambda numel, *_: count_nibbles(numel), lambda rows, real, *_: quantize_to_4_bits(rows),
     lambda packed, size, *_: dequantize_4_bits(packed, size),
-)
+)  # fmt: skip

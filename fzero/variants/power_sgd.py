@@ -1,7 +1,7 @@
 """Gradients as products of two thin matrices, with error feedback: PowerSGD (Vogels et al., 2019, arXiv:1905.13727).
 
-A gradient of n x m elements moves as r (n + m) float32 numbers in two all-reduces: 4 r (n + m) bytes, where the exact
-step scatters 4 n m. Each rank keeps what this takes, n m float32 numbers for each gradient.
+A gradient of n x m elements moves as r (n + m) float32 numbers (float64 as float64) in two all-reduces: 4 r (n + m)
+bytes, where the exact step scatters 4 n m. Each rank keeps what this takes, n m numbers for each gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from fzero import FzeroError, Program, ops
+from fzero.variants.options import check_option
+from fzero.variants.power_iteration import draw, normalize_columns
 
 aten = torch.ops.aten
 
@@ -23,8 +25,9 @@ def power_sgd(program: Program, *, rank: int = 4) -> Program:
     the rank of the mean gradient, with what ranks keep, is at most `rank`. The place is in front of the pass bucket.
 
     Raises:
-        FzeroError: on a mesh with model axes, where there is no such gradient, and where a loop scatters one.
+        FzeroError: for a rank below 1, on a mesh with model axes, where no gradient is such, where a loop scatters one.
     """
+    check_option("power_sgd", "rank", rank, isinstance(rank, int) and rank >= 1, "a whole number from 1, as 4")
     program, found = program.copy(), 0
     for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
         n, *others = node.args[0].meta["val"].shape or (1,)
@@ -39,22 +42,19 @@ def power_sgd(program: Program, *, rank: int = 4) -> Program:
 
 def _replace(program: Program, node: Any, path: str, rank: int, n: int, m: int) -> Program:
     (full, *where), names, emit = node.args, program.mesh.names, program.emit
-    program, error = program.add_state(f"{path}.error", (n, m), torch.float32, differs=names)
-    program, first = program.add_state(f"{path}.q", (m, rank), torch.float32, replicated=True, initial=_draw)
+    dtype = torch.promote_types(full.meta["val"].dtype, torch.float32)
+    program, error = program.add_state(f"{path}.error", (n, m), dtype, differs=names)
+    program, old = program.add_state(f"{path}.q", (m, rank), dtype, replicated=True, initial=draw)
     with program.graph.inserting_before(node):
-        whole = emit(aten.add.Tensor, *(emit(aten.reshape.default, x, [n, m]) for x in (full, error)))  # float32
-        p = emit(ops.all_reduce, emit(aten.mm.default, whole, first), "avg", program.mesh.join(names))
+        whole = emit(aten.add.Tensor, *(emit(aten.reshape.default, x, [n, m]) for x in (full, error)))
+        p = emit(ops.all_reduce, emit(aten.mm.default, whole, old), "avg", program.mesh.join(names))
         p = emit(getitem, emit(aten.linalg_qr.default, p), 0)  # [n, r] orthogonal columns
         q = emit(ops.all_reduce, emit(aten.mm.default, emit(aten.t.default, whole), p), "avg", program.mesh.join(names))
         sent = emit(aten.mm.default, p, emit(aten.t.default, q))
         left = emit(aten.nan_to_num.default, emit(aten.sub.Tensor, whole, sent), 0.0, 0.0, 0.0)
         program.return_state(f"{path}.error", emit(aten.reshape.default, left, [n * m]))
-        program.return_state(f"{path}.q", emit(aten.nan_to_num.default, q, 0.0, 0.0, 0.0))
+        program.return_state(f"{path}.q", normalize_columns(program, q, old))
         cast = emit(aten._to_copy.default, sent, dtype=node.meta["val"].dtype)
         shaped = emit(aten.reshape.default, cast, list(full.meta["val"].shape))
         program.substitute(node, emit(ops.take, shaped, *where))
     return program
-
-
-def _draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)

@@ -11,9 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from fzero import FzeroError, Program
+from fzero import Program
 from fzero.variants.compression import compress_scatters
 from fzero.variants.compressor import Compressor
+from fzero.variants.options import check_option
 
 
 def topk_scatter(program: Program, *, density: float = 0.05) -> Program:
@@ -24,8 +25,7 @@ def topk_scatter(program: Program, *, density: float = 0.05) -> Program:
         FzeroError: for a density that is not in (0, 1]; on a mesh with model axes, where nothing is scattered, and
             where a loop scatters.
     """
-    if not 0 < density <= 1:
-        raise FzeroError("pass 'topk_scatter'", f"has the density {density}", "give a part of the elements, as 0.05")
+    check_option("topk_scatter", "density", density, 0 < density <= 1, "a part of the elements, as 0.05")
     return compress_scatters(program, "topk_scatter", TOPK, (density,))
 
 

@@ -343,8 +343,29 @@ def test_a_model_axis_is_refused_by_name(name: str) -> None:
         step.trace(fzero.partition(weights(), mesh), batch_of(0))
 
 
-def test_a_density_is_a_part() -> None:
-    with pytest.raises(FzeroError, match="pass 'topk_scatter': has the density 2"):
-        make(train_step, ONE, partial(topk_scatter, density=2)).trace(
-            fzero.partition(weights(), ONE), OPTIMIZER.init(fzero.partition(weights(), ONE)), batch_of(0)
-        )
+OPTIONS = {
+    "topk_scatter": {"density": (0, 2)},
+    "power_sgd": {"rank": (0, -1, 1.5)},
+    "loco_scatter": {"beta": (-0.1, 1.0), "period": (0, 2.5)},
+    "diloco": {"rate": (0, math.inf), "momentum": (-0.1, 1.0)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_out_of_range_is_refused_by_name(name: str) -> None:
+    for option, wrong in OPTIONS[name].items():
+        for value in wrong:
+            with pytest.raises(FzeroError, match=f"pass '{name}': has {option}={value}; give "):
+                partial(EVERY[name], **{option: value})(None)
+
+
+def test_wide_weights_are_trained() -> None:
+    """Of float64 weights low-rank gradients are float64; others travel as float32 numbers do."""
+    wide, x = tree.map(lambda x: x.double(), weights()), batch_of(0)
+    expected = fzero.grad(loss_fn)(wide, x)["b"]["w"]
+    for name, rtol in (("power_sgd", 1e-9), ("sign_scatter", 2.0)):
+        rewrite = partial(power_sgd, rank=8) if name == "power_sgd" else EVERY[name]
+        step, params = make(fzero.grad(loss_fn), ONE, rewrite), fzero.partition(wide, ONE)
+        grads, _ = call(step, step.init_pass_state(params, x), params, x)
+        got = fzero.unpartition(grads)["b"]["w"]
+        assert got.dtype == torch.float64 and (got - expected).norm() <= rtol * expected.norm()
