@@ -15,7 +15,8 @@ import torch
 
 from fzero import Program, ops
 from fzero.variants.options import check_option
-from fzero.variants.workers import return_instead, train_apart
+from fzero.variants.origins import return_instead
+from fzero.variants.workers import train_apart
 
 aten = torch.ops.aten
 
@@ -34,17 +35,21 @@ def diloco(
     """
     check_option("diloco", "rate", rate, 0 < rate < float("inf"), "a number above 0, as 0.7")
     check_option("diloco", "momentum", momentum, 0 <= momentum < 1, "a number in [0, 1), as 0.9")
-    program, weights = train_apart(program, "diloco", axis)
+    program, states = train_apart(program, "diloco", axis)
     shared = dict[int, Any]()
-    for path, at, old, new in weights:
-        program, before = program.add_state(f"{path}.momentum", like=old)
-        if not syncs:
+    for argument, at, old, new, role in states:
+        path = f"diloco.{argument.path}"
+        if role == "weight":
+            program, before = program.add_state(f"{path}.momentum", like=old)
+        if role == "optimizer" or not syncs:
             continue
         with program.graph.inserting_before(program.output):
-            distance = program.emit(aten.sub.Tensor, old, program.emit(ops.all_reduce, new, "avg", axis))
-            after = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, before, momentum), distance)
-            step = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, after, momentum), distance)
-            shared[at] = program.emit(aten.sub.Tensor, old, program.emit(aten.mul.Tensor, step, rate))
-        program.return_state(f"{path}.momentum", after)
+            shared[at] = program.emit(ops.all_reduce, new, "avg", axis)
+            if role == "weight":
+                distance = program.emit(aten.sub.Tensor, old, shared[at])
+                after = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, before, momentum), distance)
+                step = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, after, momentum), distance)
+                shared[at] = program.emit(aten.sub.Tensor, old, program.emit(aten.mul.Tensor, step, rate))
+                program.return_state(f"{path}.momentum", after)
         program.return_state(path, shared[at])
     return return_instead(program, shared)

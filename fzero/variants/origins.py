@@ -1,0 +1,44 @@
+"""What the results of a step are computed from, and in whose place they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from fzero import Program
+
+
+class State(NamedTuple):
+    """State that a step changes: its argument, its place among the results, the nodes of its old and its new value,
+    and its role (`fzero.variants.roles`)."""
+
+    argument: Any
+    at: int
+    old: Any
+    new: Any
+    role: str = ""
+
+
+def list_changed(program: Program) -> list[State]:
+    """The state that a step changes, in the order of its results."""
+    given = {x.path: (x, node) for x, node in zip(program.arguments, program.placeholders) if x.bucket is not None}
+    pairs = enumerate(zip(program.tensor_results, program.output.args[0]))
+    found = [(at, given[result.replaces], new) for at, (result, new) in pairs if result.replaces in given]
+    return [State(argument, at, old, new) for at, (argument, old), new in found if old is not new]
+
+
+def find_origins(nodes: Collection[Any], among: Collection[Any], stops: Collection[Any]) -> set[Any]:
+    """The nodes of `among` that values are computed from. The operands of a node of `stops` are not followed."""
+    waiting, seen = list(nodes), set(nodes)
+    while waiting:
+        node = waiting.pop()
+        found = [] if node in stops else [x for x in node.all_input_nodes if x not in seen]
+        waiting += found
+        seen.update(found)
+    return seen.intersection(among)
+
+
+def return_instead(program: Program, news: dict[int, Any]) -> Program:
+    """Let the step return other nodes, by their place among the results."""
+    program.output.args = ([news.get(i, x) for i, x in enumerate(program.output.args[0])],)
+    return program
