@@ -9,13 +9,13 @@ from fzero.base.errors import FzeroError
 from fzero.passes.order import find_origins, list_uses
 from fzero.program import ops
 from fzero.program.inference import infer
-from fzero.program.kinds import Buffer, Kind, Slice, kind_of_state
+from fzero.program.kinds import Buffer, Kind, Slice, axes_of, kind_of_state
 from fzero.program.operation import Node
 from fzero.program.places import check_places
 from fzero.program.plan import check_names
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, find_writes, is_call, leaves_of, name_of, record, starts, storage
-from fzero.program.refusals import PASS_BUG, describe_kind, line_of, refuse_node, refuse_state
+from fzero.program.refusals import PASS_BUG, advise_mean, describe_kind, line_of, refuse_node, refuse_state
 
 
 def verify(
@@ -25,6 +25,7 @@ def verify(
 
     * every value has a kind (`inference`), so that no value is computed from padding;
     * a state result has the kind of its leaf, so that it depends on per-rank data through collectives only;
+    * another result differs along those axes at most along which it did when the step was traced;
     * a collective names leaves, sizes and axes that the program's layouts and mesh have;
     * a started collective has exactly one wait, behind its start, and nothing writes to its operands before the wait;
     * nodes write to donated arguments and to temporaries only;
@@ -45,6 +46,7 @@ def verify(
     _check_collectives(program)
     kinds = infer(program)
     check_results(program, kinds)
+    _check_axes(program, kinds)
     check_writes(program)
     if is_placed:
         check_places(program)
@@ -77,6 +79,14 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
         wanted = f", not {describe_kind(program, expected)}," if expected is not None else ""
         problem = f"{name} is {describe_kind(program, kind)}{wanted} in {node.name}{line_of(node)}"
         raise FzeroError(where, problem, "return the leaf that belongs there")
+
+
+def _check_axes(program: Program, kinds: dict[Node, Kind]) -> None:
+    """Refuse a result that is no state, and differs along axes that its record does not name."""
+    for result, node in zip(program.tensor_results, program.output.args[0]):
+        if result.varies is not None and (axes := axes_of(program, kinds[node]) - result.varies):
+            problem = f"is the same along {sorted(axes)} in the step that was traced, and differs in {node.name}"
+            raise FzeroError(f"result {result.path!r}", problem + line_of(node), advise_mean(program, axes))
 
 
 def check_writes(program: Program) -> None:
