@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fzero import Program
 
 
-class State(NamedTuple):
+class StateChange(NamedTuple):
     """State that a step changes: its argument, its place among the results, the nodes of its old and its new value,
     and its role (`fzero.variants.roles`)."""
 
@@ -19,12 +19,12 @@ class State(NamedTuple):
     role: str = ""
 
 
-def list_changed(program: Program) -> list[State]:
+def list_changes(program: Program) -> list[StateChange]:
     """The state that a step changes, in the order of its results."""
     given = {x.path: (x, node) for x, node in zip(program.arguments, program.placeholders) if x.bucket is not None}
     pairs = enumerate(zip(program.tensor_results, program.output.args[0]))
     found = [(at, given[result.replaces], new) for at, (result, new) in pairs if result.replaces in given]
-    return [State(argument, at, old, new) for at, (argument, old), new in found if old is not new]
+    return [StateChange(argument, at, old, new) for at, (argument, old), new in found if old is not new]
 
 
 def find_origins(nodes: Collection[Any], among: Collection[Any], stops: Collection[Any]) -> set[Any]:

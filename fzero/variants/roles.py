@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fzero import FzeroError, Program, ops
-from fzero.variants.origins import State, find_origins, list_changed
+from fzero.variants.origins import StateChange, find_origins, list_changes
 
 aten = torch.ops.aten
 
 
-def find_roles(program: Program, name: str, means: Collection[Any]) -> list[State]:
+def find_roles(program: Program, name: str, means: Collection[Any]) -> list[StateChange]:
     """The state in slices that differs between workers, where `means` are the same for all of them, each with a role:
 
     * "weight": a loss gathers it, and it gets its new value from its gradient, and from no other tree of its structure;
@@ -24,7 +24,7 @@ def find_roles(program: Program, name: str, means: Collection[Any]) -> list[Stat
         FzeroError: where a gradient is scattered, and no state is its weight.
     """
     scatters = set(program.graph.find_nodes(op="call_function", target=ops.scatter))
-    slices = [x for x in list_changed(program) if not program.layouts[x.argument.bucket].replicated]
+    slices = [x for x in list_changes(program) if not program.layouts[x.argument.bucket].replicated]
     differ = set(scatters)
     while more := [x.old for x in slices if x.old not in differ and find_origins([x.new], differ, {*means, *differ})]:
         differ.update(more)
@@ -43,7 +43,7 @@ def find_roles(program: Program, name: str, means: Collection[Any]) -> list[Stat
     return [x._replace(role=role) for x, role in zip(states, roles)]
 
 
-def _leaf(state: State) -> tuple[str, int]:
+def _leaf(state: StateChange) -> tuple[str, int]:
     return state.argument.bucket, state.argument.leaf
 
 
@@ -52,7 +52,7 @@ def _is_gathered(old: Any) -> bool:
     return any(ops.is_call(user, ops.gather) for x in (old, *casts) for user in x.users)
 
 
-def _is_trained(state: State, scatters: set[Any], olds: list[Any]) -> bool:
+def _is_trained(state: StateChange, scatters: set[Any], olds: list[Any]) -> bool:
     """Whether a new value comes from a gradient of its leaf, and from its old value alone among those of its leaf."""
     found = find_origins([state.new], {*scatters, *olds}, scatters)
     return found - scatters == {state.old} and any(x.args[1:3] == _leaf(state) for x in found & scatters)

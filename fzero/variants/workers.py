@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from fzero import FzeroError, Program, ops
-from fzero.variants.origins import State, find_origins, list_changed, return_instead
+from fzero.variants.origins import StateChange, find_origins, list_changes, return_instead
 from fzero.variants.roles import find_roles
 
 aten = torch.ops.aten
 
 
-def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[State]]:
+def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[StateChange]]:
     """Leave an axis out of the mean of gradients, and let slices that differ between workers then be state of the pass,
     of which each position along the axis has its own. It begins as what the first step with the pass is given. The step
     returns what it is given. A floating 0-d result that differs between workers becomes their mean. Returns also that
@@ -26,7 +26,7 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[S
     program, count = program.copy().add_state(f"{name}.count", (), torch.int64, replicated=True)
     apart, sums = (program.graph.find_nodes(op="call_function", target=x) for x in (ops.scatter, ops.all_reduce))
     means = {x for x in sums if axis in mesh.split(x.args[2])}
-    states, flags = find_roles(program, name, means), {x.at for x in list_changed(program) if x.argument.flag}
+    states, flags = find_roles(program, name, means), {x.at for x in list_changes(program) if x.argument.flag}
     for node in apart:
         node.kwargs = {**node.kwargs, "replicas": False}
     with program.graph.inserting_after(program.placeholders[-1]):
