@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from fzero import FzeroError, Program, ops, optim, tree
 from fzero.testing import TrainStep, check_pass
 from fzero.testing.cases import CORNERS
+from fzero.testing.passes import _compare
+from fzero.variants.sign_scatter import sign_scatter
+from fzero.variants.topk_scatter import topk_scatter
 
 mul = torch.ops.aten.mul.Tensor
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
@@ -178,6 +182,33 @@ def test_the_script_shows_the_mistake_on_the_smallest_step() -> None:
     assert "width=1" in script and "ops=(Op(name='dense'),)" in script
     with pytest.raises(FzeroError, match="is waited for 0 times"):
         exec(script, {})
+
+
+def adds_noise(program: Program) -> Program:
+    program = program.copy()
+    for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
+        with program.graph.inserting_before(node):
+            noise = program.emit(torch.ops.aten.rand_like.default, node.args[0])
+            node.update_arg(0, program.emit(torch.ops.aten.add.Tensor, node.args[0], noise))
+    return program
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "before"), [(sign_scatter, "prefetch"), (topk_scatter, "prefetch"), (adds_noise, "bucket")]
+)
+def test_masks_of_padding_and_random_numbers_are_no_mistakes(rewrite: Any, before: str) -> None:
+    case = replace(CORNERS[0], dtypes=("float32",) * 4, compute="float32")
+    state = torch.get_rng_state()
+    assert check_pass(rewrite, exact=False, rtol=9, atol=9, before=before, cases=[case]) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_zero_is_not_minus_zero() -> None:
+    zero = torch.zeros(2)
+    assert _compare([("w", zero)], [("w", zero.clone())], None) is None
+    assert _compare([("w", zero)], [("w", -zero)], None) == "gives 0 for element 0 of w, which is -0"
+    assert _compare([("w", zero)], [("w", -zero)], (0, 0)) is None
+    assert _compare([("w", zero / 0)], [("w", -zero / 0)], None) is None
 
 
 def count_bytes(program: Program) -> dict[str, int]:
