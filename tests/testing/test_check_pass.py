@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,6 +210,58 @@ def test_zero_is_not_minus_zero() -> None:
     assert _compare([("w", zero)], [("w", -zero)], None) == "gives 0 for element 0 of w, which is -0"
     assert _compare([("w", zero)], [("w", -zero)], (0, 0)) is None
     assert _compare([("w", zero / 0)], [("w", -zero / 0)], None) is None
+
+
+MAIN = """
+import torch
+from fzero import Program, ops
+from fzero.testing import check_pass
+from fzero.testing.cases import CORNERS
+
+aten = torch.ops.aten
+mul, DTYPE, FACTORS, rng = aten.mul.Tensor, torch.float64, {"by": [1, float("inf")]}, torch.Generator()
+
+
+def emit(program: Program, x, by: float = FACTORS["by"][0]):
+    return program.emit(mul, program.emit(aten._to_copy.default, x, dtype=DTYPE), by)
+
+
+def scaled(k):
+    def inner(program: Program) -> Program:
+        rng = program = program.copy()
+        for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
+            with program.graph.inserting_before(node):
+                node.update_arg(0, emit(rng, node.args[0], k))
+        return program
+
+    return inner
+
+
+class Scaled:
+    __call__ = staticmethod(scaled(2.0))
+
+
+def find(rewrite):
+    try:
+        check_pass(rewrite, before="bucket", cases=CORNERS[:1])
+    except Exception as error:
+        return str(error)
+
+
+closure, called = find(scaled(2.0)), find(Scaled())
+"""
+
+
+def test_the_script_has_globals_and_closures_of_a_main_module(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MAIN)
+    said = runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    law, _, script = said["closure"].partition("this script shows it:")
+    assert "k = 2.0" in script and "rng = " not in script.partition("def inner")[0]
+    with pytest.raises(FzeroError) as error:
+        exec(script, {})
+    assert str(error.value).partition("this script")[0] == law
+    assert "\ngiven_scaled = ...  # put here what was given, object of __main__.Scaled: it has no" in said["called"]
+    assert "check_pass(given_scaled, " in said["called"] or "    given_scaled,\n" in said["called"]
 
 
 def count_bytes(program: Program) -> dict[str, int]:
