@@ -30,10 +30,10 @@ class Meter:
     what each name means.
 
         with fzero.metrics.Meter(mesh, fzero.metrics.jsonl("run.jsonl"), every=10) as meter:
-            program = step.trace(params, opt_state, batch)
             for _ in range(1000):
                 with meter.loading():
                     batch = next(batches)
+                program = step.program(params, opt_state, batch)
                 params, opt_state, loss = step(params, opt_state, batch)
                 meter.record(loss, tokens=batch.numel(), program=program)
 
@@ -74,7 +74,7 @@ class Meter:
         self._sharers = self._on.mesh.size(self._on.mesh.join(model_axes)) if is_shared else 1
         self._device = self._on.choose_device()
         self._peak_flops = peak_flops or _find_peak_flops(self._device)
-        self._known: dict[int, StepCosts] = {}
+        self._known: dict[int, StepCosts] = {}  # by the id of the program, which the costs keep alive
         self._open: list[Write] = []
         self._do("opening the sinks", lambda: self._open_sinks(sinks))
         self._begin()
@@ -110,7 +110,7 @@ class Meter:
         """Count one step. A step that is logged returns its values, the same on all ranks. Any other returns None.
 
         `loss` is what the step returned on this rank. `tokens` are those that this process gave the step. `program` is
-        what `step.trace` returns for its arguments. `grad_norm` and the values of `extra`, such as `{"lr": 1e-3}`, are
+        what `step.program` returns for its arguments. `grad_norm` and the values of `extra`, such as `{"lr": 1e-3}`, are
         numbers or tensors of one element, and are logged as means over ranks.
 
         Raises:
@@ -156,9 +156,9 @@ class Meter:
     def _find_costs(self, program: Program) -> StepCosts:
         """The costs of a program, which is counted once."""
         if not isinstance(program, Program):
-            raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.trace(*args) returns")
+            raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.program(*args) returns")
         found = self._known.get(id(program))
-        if found is None or found.program is not program:
+        if found is None:
             if len(self._known) >= MAX_PROGRAMS:
                 self._known.pop(next(iter(self._known)))
             found = self._known[id(program)] = measure_program(program)

@@ -22,14 +22,14 @@ Event = dict[str, Any]
 def export_trace(path: str | os.PathLike[str], seen: Any, program: Program) -> None:
     """Write a profile of torch to a JSON file for ui.perfetto.dev, with a process "predicted" beside the measured ones.
 
-    `seen` is a `torch.profiler.profile` around one or more steps, `program` what `step.trace` returned for them. The
+    `seen` is a `torch.profiler.profile` around one or more steps, `program` what `step.program` returns for them. The
     predicted lanes begin with each step: their first collective starts when that of the step did.
 
     Raises:
         FzeroError: for a profile without a collective of the program, for what is no profile or no program.
     """
     if not isinstance(program, Program):
-        raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.trace(*args) returns")
+        raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.program(*args) returns")
     if not hasattr(seen, "export_chrome_trace"):
         raise FzeroError("metrics: seen", f"is {seen!r:.80}", "give a torch.profiler.profile that has ended")
     with tempfile.TemporaryDirectory() as folder:

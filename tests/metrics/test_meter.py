@@ -129,7 +129,7 @@ def test_devices_are_found_by_torchs_names() -> None:
     [
         (lambda meter, program: meter.record("x"), "metrics: loss: is str, and no number"),
         (lambda meter, program: meter.record(torch.ones(2)), "metrics: loss: is Tensor, and no number"),
-        (lambda meter, program: meter.record(1, program=3), "metrics: program: is 3; give what step.trace"),
+        (lambda meter, program: meter.record(1, program=3), "metrics: program: is 3; give what step.program"),
         (lambda meter, program: meter.record(1, tokens=1.5), "tokens: is 1.5"),
         (lambda meter, program: meter.record(1, tokens=1, extra={"throughput(tps)": 1}), "a name of the meter's own"),
         (lambda meter, program: metrics.Meter(MESH, every=0), "metrics: every: is 0; give a whole number from 1 on"),
