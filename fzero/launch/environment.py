@@ -6,7 +6,8 @@ inner one counts. From the inner to the outer:
     torchrun    TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     variables   RANK, WORLD_SIZE: other launchers, and one process for each pod of a PyTorchJob
     Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
-    PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH and Intel MPI
+    PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH and Intel MPI. Others that speak PMI give
+                PMI_LOCAL_RANK, or leave LOCAL_RANK to a wrapper
     SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: a task of srun
     Kubernetes  JOB_COMPLETION_INDEX, WORLD_SIZE: one process for each pod of an indexed Job, as of a JobSet
     nothing     a process that is alone
@@ -125,7 +126,9 @@ def _read_pmi(variables: Variables) -> Launch | None:
     slurm = _read_slurm(variables) if "SLURM_STEP_ID" in variables else None
     if slurm is not None and (_read(variables, "PMI_RANK"), _read(variables, "PMI_SIZE")) == slurm[1:3]:
         return None
-    return _read_mpi("PMI", variables, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "LOCAL_RANK")
+    local = next((name for name in names if name in variables), names[0])
+    return _read_mpi("PMI", variables, "PMI_RANK", "PMI_SIZE", local, "MPI_LOCALNRANKS")
 
 
 def _read_mpi(launcher: str, variables: Variables, rank: str, world: str, local: str, here: str) -> Launch:

@@ -27,6 +27,7 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "node1",
 }  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MASTER_ADDR": "node1"}
 POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 """Of a worker of a PyTorchJob: RANK is that of the pod."""
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "train-workers-0-0.train"}
@@ -54,6 +55,9 @@ def without(variables: dict[str, str], name: str) -> dict[str, str]:
         (SRUN | MPI | {"SLURM_PROCID": "1"}, Launch("Open MPI", 3, 4, 1, "node1", 29500)),
         (HYDRA, Launch("PMI", 1, 2, 1, "127.0.0.1", 29500)),
         (BATCH | HYDRA, Launch("PMI", 1, 2, 1, "127.0.0.1", 29500)),
+        (PMI | {"PMI_LOCAL_RANK": "3", "LOCAL_RANK": "2"}, Launch("PMI", 5, 8, 3, "node1", 29500)),
+        (PMI | {"LOCAL_RANK": "1"}, Launch("PMI", 5, 8, 1, "node1", 29500)),
+        (PMI | {"LOCAL_RANK": "1", "RANK": "5", "WORLD_SIZE": "8"}, Launch("PMI", 5, 8, 1, "node1", 29500)),
         (POD, Launch("RANK and WORLD_SIZE", 1, 2, None, "job-master-0", 23456)),
         (INDEXED, Launch("Kubernetes", 2, 4, None, "train-workers-0-0.train", 29500)),
         # a launcher of eight processes within each task of srun
