@@ -39,8 +39,7 @@ def init_mesh(axes: str | None = None, *, device: str | None = None, timeout: ti
         raise FzeroError("device", f"is {device!r}", 'give "cpu" or "cuda"')
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized():  # as in a worker of Ray Train
-        world, local = dist.get_world_size(), os.environ.get("LOCAL_RANK", "")
-        mesh, local_rank = choose_mesh("axes", axes, world), int(local) if local.isdecimal() else None
+        mesh, local_rank = choose_mesh("axes", axes, dist.get_world_size()), find_local_rank()
     else:
         launch = find_launch(os.environ)
         mesh, local_rank = choose_mesh("axes", axes, launch.world), launch.local_rank
@@ -67,6 +66,19 @@ def choose_mesh(where: str, axes: str | None, world: int) -> VirtualMesh:
         more = f"that divide {world}" if is_open else f"that multiply to {world}"
         raise FzeroError(where, problem, f"write sizes {more}, or start {given.size()} processes")
     return read_mesh(where, re.sub(r"=\s*\*", f"={rest}", axes))
+
+
+def find_local_rank() -> int | None:
+    """The number of this process on its host, in the process group that is there. The launcher says it where the group
+    is that of the launcher. Another group, such as that of Ray Train within a task of SLURM, has LOCAL_RANK."""
+    try:
+        launch = find_launch(os.environ)
+    except FzeroError:  # the variables are not those of this group, which needs none of them
+        launch = None
+    if launch is not None and (launch.rank, launch.world) == (dist.get_rank(), dist.get_world_size()):
+        return launch.local_rank
+    local = os.environ.get("LOCAL_RANK", "")
+    return int(local) if local.isdecimal() else None
 
 
 def choose_device(local_rank: int | None, count: int) -> int:
