@@ -120,12 +120,14 @@ def test_axes_of_a_world() -> None:
 
 
 def test_the_gpu_of_a_process() -> None:
-    assert [choose_device(3, 8), choose_device(3, 1), choose_device(None, 1)] == [3, 0, 0]
+    assert [choose_device(*given, {}) for given in ((3, 8), (0, 1), (None, 1))] == [3, 0, 0]
+    assert choose_device(3, 1, {"CUDA_VISIBLE_DEVICES": "3"}) == 0
     for local_rank, count, words in (
         (None, 8, "LOCAL_RANK: is not set, and this process sees 8 GPUs"),
         (8, 8, "this process: is number 8 on its host, and sees 8 GPUs; start at most 8"),
+        (1, 1, "this process: is number 1 on its host, and sees 1 GPU; start at most 1 on a host, or show each"),
         (0, 0, "torch finds no GPU"),
     ):
         with pytest.raises(FzeroError) as error:
-            choose_device(local_rank, count)
+            choose_device(local_rank, count, {})
         assert words in str(error.value)
