@@ -11,6 +11,7 @@ from typing import Any
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.text_files import write_text
 from fzero.program.program import Program
 
 PREDICTED = 1 << 30
@@ -26,7 +27,8 @@ def export_trace(path: str | os.PathLike[str], seen: Any, program: Program) -> N
     predicted lanes begin with each step: their first collective starts when that of the step did.
 
     Raises:
-        FzeroError: for a profile without a collective of the program, for what is no profile or no program.
+        FzeroError: for a profile without a collective of the program, that has not ended or was exported before; for
+            what is no profile or no program; where the file cannot be written.
     """
     if not isinstance(program, Program):
         raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.program(*args) returns")
@@ -34,9 +36,13 @@ def export_trace(path: str | os.PathLike[str], seen: Any, program: Program) -> N
         raise FzeroError("metrics: seen", f"is {seen!r:.80}", "give a torch.profiler.profile that has ended")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        seen.export_chrome_trace(str(file))
+        try:
+            seen.export_chrome_trace(str(file))
+        except (AssertionError, AttributeError, RuntimeError) as error:  # not started, not ended, exported before
+            problem = f"cannot be exported: {type(error).__name__}: {error}".removesuffix(": ")
+            raise FzeroError("metrics: seen", problem, "give a profile that has ended, once") from error
         trace = json.loads(file.read_text())
-    Path(path).write_text(json.dumps(add_prediction(trace, program)))
+    write_text("trace", path, json.dumps(add_prediction(trace, program)))
 
 
 def add_prediction(trace: dict[str, Any], program: Program) -> dict[str, Any]:

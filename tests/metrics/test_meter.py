@@ -236,6 +236,33 @@ def test_a_trace_has_what_was_predicted_beside_what_was_measured(on_ranks: Any, 
         add_prediction({"traceEvents": []}, programs[0])
 
 
+class Profile:
+    """A profile that has one collective of a program."""
+
+    def __init__(self, program: Any) -> None:
+        self.name = min(program.timeline().transfers, key=lambda transfer: transfer.start).name
+
+    def export_chrome_trace(self, path: str) -> None:
+        event = {"cat": "user_annotation", "name": self.name, "ts": 1.0, "ph": "X", "pid": 1}
+        Path(path).write_text(json.dumps({"traceEvents": [event]}))
+
+
+def test_a_profile_that_has_not_ended_and_a_path_that_is_none_are_named(programs: list[Any], tmp_path: Path) -> None:
+    def refused(seen: Any, path: Path) -> str:
+        return refusal(lambda: metrics.export_trace(path, seen, programs[0])).message
+
+    path, whole = tmp_path / "step.json", Profile(programs[0])
+    seen = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    assert "metrics: seen: cannot be exported: AssertionError" in refused(seen, path)
+    with seen:
+        assert "metrics: seen: cannot be exported: AttributeError" in refused(seen, path)
+    assert "has no collective of" in refused(seen, path)
+    assert "metrics: seen: cannot be exported: RuntimeError" in refused(seen, path) and not path.exists()
+    assert "No such file or directory" in refused(whole, tmp_path / "no" / "step.json")
+    metrics.export_trace(path, whole, programs[0])
+    assert len(json.loads(path.read_text())["traceEvents"]) > 1
+
+
 @pytest.mark.parametrize(
     ("way", "words"),
     [
