@@ -40,7 +40,7 @@ def export_trace(path: str | os.PathLike[str], seen: Any, program: Program) -> N
             seen.export_chrome_trace(str(file))
         except (AssertionError, AttributeError, RuntimeError) as error:  # not started, not ended, exported before
             problem = f"cannot be exported: {type(error).__name__}: {error}".removesuffix(": ")
-            raise FzeroError("metrics: seen", problem, "give a profile that has ended, once") from error
+            raise FzeroError("metrics: seen", problem, "give one that has ended, and export it once") from error
         trace = json.loads(file.read_text())
     write_text("trace", path, json.dumps(add_prediction(trace, program)))
 
