@@ -80,7 +80,7 @@ class Writer:
         if not callable(x):
             return self.write(x)
         name = getattr(x, "__module__", None), getattr(x, "__qualname__", "")
-        if not isinstance(x, FunctionType) or find_imported(*name) is not x:
+        if not isinstance(x, FunctionType) or find_by_name(*name) is not x:
             raise Undescribed("the program", f"has state whose initial is {x}, which no module has under its own name")
         return list(name)
 
@@ -151,7 +151,7 @@ _WRITERS: list[tuple[Any, Callable[[Writer, Any], Any]]] = [
 ]
 
 
-def find_imported(module: Any, path: str) -> Any:
+def find_by_name(module: Any, path: str) -> Any:
     """What has this qualified name in a module that is imported; None where there is none."""
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -209,7 +209,7 @@ class Reader:
         """The first value of a pass's state: a number, or a Python function."""
         if not isinstance(data, list):
             return data
-        found = find_imported(*data)
+        found = find_by_name(*data)
         if not isinstance(found, FunctionType):
             raise Unreadable(f"function {':'.join(data)}")
         return found
@@ -218,7 +218,7 @@ class Reader:
         if name in self._classes or name == "builtins:NoneType":
             return self._classes.get(name, type(None))
         module, _, path = name.partition(":")
-        found = find_imported(module, path)
+        found = find_by_name(module, path)
         if not isinstance(found, type):
             raise Unreadable(f"class {name}")
         return found

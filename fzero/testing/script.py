@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fzero.base.mesh import VirtualMesh
 from fzero.base.torch_private import OpOverload
 
 
@@ -61,7 +60,7 @@ class _Script:
             return f"float({str(value)!r})"
         if kind in (type(None), bool, int, float, complex, str, bytes, type(...)):
             return repr(value)
-        if isinstance(value, VirtualMesh):
+        if kind.__module__ == "fzero.base.mesh":
             self.imports.add(("fzero", kind.__name__))
             return repr(value)
         if isinstance(value, (torch.dtype, OpOverload)):
@@ -110,7 +109,7 @@ class _Script:
         name = self._names[id(value)] = str(value.__name__)
         home = str(value.__module__)
         known = {**vars(sys.modules.get(home, object)), **getattr(value, "__globals__", {}), **_list_closure(value)}
-        for used in _list_used(node, value):
+        for used in _list_outer_names(node, value):
             if used in known and known[used] is not value:
                 self._define(used, known[used], home)
         self._add(name, f"{text}\n\n")
@@ -166,7 +165,7 @@ def _list_closure(value: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
 
 
-def _list_used(node: ast.AST, value: Any) -> list[str]:
+def _list_outer_names(node: ast.AST, value: Any) -> list[str]:
     """The names that a definition takes from around it, in order; those of the body's own variables are left out."""
     found = [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
     if not isinstance(node, ast.FunctionDef) or not isinstance(value, FunctionType):
