@@ -305,6 +305,5 @@ def _compare(
 
 
 def _list_differing(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of two flattened tensors differ in some bit. A nan is as any other."""
-    differs = (copy_bytes(a) != copy_bytes(b)).view(a.numel(), a.element_size()).any(1)
-    return differs & ~(a.isnan() & b.isnan()).reshape(-1)
+    """Which elements of two flattened tensors differ in some bit."""
+    return (copy_bytes(a) != copy_bytes(b)).view(a.numel(), a.element_size()).any(1)
