@@ -133,10 +133,14 @@ class Simulation:
         measured."""
         self._pipeline.reschedule(rates)
 
+    def program(self, *args: Any) -> Program:
+        """The program that a call with these arguments runs, as `Step.program` of `fzero.shard`."""
+        leaves, treedef = tree.flatten(args)
+        return self._prepare(treedef, leaves)
+
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does, as `Step.report` of `fzero.shard`."""
-        leaves, treedef = tree.flatten(args)
-        return report_step(self._prepare(treedef, leaves), args)
+        return report_step(self.program(*args), args)
 
     def plan(self, *args: Any) -> Plan:
         """The plan of a call with these arguments, as `Step.plan` of `fzero.shard`."""

@@ -243,10 +243,15 @@ class Step:
         `cache`: ranks then agree on whether a file has the program."""
         return find_plan_of(self._pipeline.prepare(*tree.flatten(args)).program)
 
+    def program(self, *args: Any) -> Program:
+        """The program that a call with these arguments runs: the same object for each such call. `trace` makes another
+        one."""
+        return self._pipeline.prepare(*tree.flatten(args)).find_program()
+
     def report(self, *args: Any) -> Report:
         """What a call with these arguments does: the optimizer of each parameter, the peak, and the bytes that move, as
         data and as text (`print(step.report(params, opt_state, batch))`). No collective but with `cache`."""
-        return report_step(self._pipeline.prepare(*tree.flatten(args)).find_program(), args, self._on.rank)
+        return report_step(self.program(*args), args, self._on.rank)
 
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,

@@ -47,6 +47,17 @@ def test_arguments_of_one_signature_have_one_program() -> None:
     assert made(given, state(), torch.zeros(2, 3), 1) is first
 
 
+def test_the_program_of_a_call_is_looked_up() -> None:
+    params = state()
+    step = fzero.simulate(double, MESH, donate=False)
+    for rows in (2, 4, 6):  # the last two are of one trace with open sizes
+        x = torch.ones(rows, 3)
+        program = step.program(params, x)
+        step(params, x)
+        assert step.program(params, x) is program is step.report(params, x).program
+        assert step.trace(params, x) is not program
+
+
 def test_the_program_used_longest_ago_goes() -> None:
     given, params = pipeline(limit=2), state()
     one, two = (made(given, params, torch.ones(n)) for n in (1, 2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class ProgramWriter:
                 [*(write(getattr(x, field)) for field in _RESULT), self.values.write_constant(x.constant)]
                 for x in table
             ]
+        if name == "pass_state":
+            return [[write(replace(x, initial=0.0)), self.values.write_initial(x.initial)] for x in table]
         return write(dict(table)) if name == "reduce_dtypes" else write(table)
 
     def _number_read(self, program: Program) -> list[int]:
@@ -138,7 +140,8 @@ class ProgramWriter:
 
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 """What calls `torch.tensor(...)` inside of a step, with a tensor of memory that torch itself allocated."""
-_RESULT = ("path", "bucket", "leaf", "is_constant", "varies", "kind", "place", "replaces")
+_RESULT = ("path", "bucket", "leaf", "is_constant", "varies", "kind", "place", "replaces", "own")
+assert {x.name for x in fields(Result)} == {*_RESULT, "constant"}
 
 
 def read_bytes(x: Tensor) -> bytes:
@@ -189,6 +192,8 @@ class ProgramReader:
         if name == "results":
             rows = [list(map(self.values.read, row)) for row in data]
             return tuple(Result(**dict(zip(_RESULT, row)), constant=row[-1]) for row in rows)
+        if name == "pass_state":
+            return tuple(replace(self.values.read(x), initial=self.values.read_initial(first)) for x, first in data)
         return self.values.read(data)
 
     def read_arguments(self, data: Any, nodes: Sequence[Any]) -> Any:

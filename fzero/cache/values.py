@@ -74,6 +74,16 @@ class Writer:
             return ["argument", self._places[id(x)]]
         return self.write(x)
 
+    def write_initial(self, x: Any) -> Any:
+        """Plain data for the first value of a pass's state: a number, or a function by which it is drawn, which is
+        known by its module and its qualified name."""
+        if not callable(x):
+            return self.write(x)
+        name = getattr(x, "__module__", None), getattr(x, "__qualname__", "")
+        if not isinstance(x, FunctionType) or find_by_name(*name) is not x:
+            raise Undescribed("the program", f"has state whose initial is {x}, which no module has under its own name")
+        return list(name)
+
     def _write_dict(self, x: Mapping[Any, Any]) -> Any:
         pairs = [[self.write(key), self.write(value)] for key, value in x.items()]
         if type(x) is defaultdict:
@@ -141,6 +151,14 @@ _WRITERS: list[tuple[Any, Callable[[Writer, Any], Any]]] = [
 ]
 
 
+def find_by_name(module: Any, path: str) -> Any:
+    """What has this qualified name in a module that is imported; None where there is none."""
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+    return found
+
+
 def name_class(cls: type) -> str:
     """The name by which a class is found again."""
     return f"{cls.__module__}:{cls.__qualname__}"
@@ -187,13 +205,20 @@ class Reader:
             raise Unreadable(f"kind {kind!r}")
         return _READERS[kind](self, rest)
 
+    def read_initial(self, data: Any) -> Any:
+        """The first value of a pass's state: a number, or a Python function."""
+        if not isinstance(data, list):
+            return data
+        found = find_by_name(*data)
+        if not isinstance(found, FunctionType):
+            raise Unreadable(f"function {':'.join(data)}")
+        return found
+
     def _find_class(self, name: str) -> Any:
         if name in self._classes or name == "builtins:NoneType":
             return self._classes.get(name, type(None))
         module, _, path = name.partition(":")
-        found: Any = sys.modules.get(module)
-        for part in path.split("."):
-            found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+        found = find_by_name(module, path)
         if not isinstance(found, type):
             raise Unreadable(f"class {name}")
         return found

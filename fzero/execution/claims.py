@@ -89,8 +89,11 @@ def check_alike(program: Program, node: Node, kind: Kind, results: Sequence[Any]
     Raises:
         FzeroError: naming the operation, the axis, both ranks and both values.
     """
-    for position, each in enumerate(kind) if isinstance(kind, list) else ():
-        check_alike(program, node, each, [values[position] for values in results])
+    if isinstance(results[0], (list, tuple)):
+        of = kind if isinstance(kind, list) else [kind] * len(results[0])
+        for position, each in enumerate(of):
+            check_alike(program, node, each, [values[position] for values in results])
+        return
     if not isinstance(kind, (Slice, frozenset)) or (isinstance(kind, frozenset) and RAGGED in kind):
         return
     differing = axes_of(program, kind)

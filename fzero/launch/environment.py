@@ -6,7 +6,8 @@ inner one counts. From the inner to the outer:
     torchrun    TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     variables   RANK, WORLD_SIZE: other launchers, and one process for each pod of a PyTorchJob
     Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
-    PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH and Intel MPI
+    PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: MPICH and Intel MPI. Others that speak PMI give
+                PMI_LOCAL_RANK, or leave LOCAL_RANK to a wrapper
     SLURM       SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: a task of srun
     Kubernetes  JOB_COMPLETION_INDEX, WORLD_SIZE: one process for each pod of an indexed Job, as of a JobSet
     nothing     a process that is alone
@@ -28,6 +29,9 @@ PORT = 29500
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Ports of SLURM's steps, below those that Linux gives to connections."""
 _HERE = "127.0.0.1"
+_NO_TASK = 0xFFFFFFF0
+"""Steps of SLURM from this number on are no tasks of srun: the shell of salloc, the script of a batch job."""
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 Variables = Mapping[str, str]
 
 
@@ -50,10 +54,10 @@ def find_launch(variables: Variables) -> Launch:
     """What the variables of a process, such as `os.environ`, say.
 
     Raises:
-        FzeroError: for a variable that is missing or no number, for variables that contradict each other, for a batch
-            job of several tasks that was not started with `srun`.
+        FzeroError: for a variable that is missing or no number, for variables that contradict each other, for the
+            script or the shell of a job of several tasks, which `srun` did not start.
     """
-    found = _find_inner(variables)
+    found = _find_inner({name: value for name, value in variables.items() if value or name not in _ADDRESS})
     if found.world < 1 or not 0 <= found.rank < found.world:
         problem = f"says rank {found.rank} of {found.world}"
         raise FzeroError(found.launcher, problem, "ranks count from 0, and there are fewer than the world has")
@@ -122,10 +126,12 @@ def _read_pmi(variables: Variables) -> Launch | None:
     if "PMI_RANK" not in variables:
         return None
     _require("PMI", variables, "PMI_SIZE")
-    slurm = _read_slurm(variables) if "SLURM_STEP_ID" in variables else None
+    slurm = _read_slurm(variables) if _is_task(variables) else None
     if slurm is not None and (_read(variables, "PMI_RANK"), _read(variables, "PMI_SIZE")) == slurm[1:3]:
         return None
-    return _read_mpi("PMI", variables, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "LOCAL_RANK")
+    local = next((name for name in names if name in variables), names[0])
+    return _read_mpi("PMI", variables, "PMI_RANK", "PMI_SIZE", local, "MPI_LOCALNRANKS")
 
 
 def _read_mpi(launcher: str, variables: Variables, rank: str, world: str, local: str, here: str) -> Launch:
@@ -139,13 +145,13 @@ def _read_mpi(launcher: str, variables: Variables, rank: str, world: str, local:
 
 
 def _read_slurm(variables: Variables) -> Launch | None:
-    """A task of srun. The script of a batch job has SLURM_PROCID too, and no step."""
+    """A task of srun. The script of a batch job and the shell of salloc have SLURM_PROCID too."""
     if "SLURM_PROCID" not in variables:
         return None
-    if "SLURM_STEP_ID" not in variables:
+    if not _is_task(variables):
         if "RANK" not in variables and "SLURM_NTASKS" in variables and _read(variables, "SLURM_NTASKS") > 1:
-            problem = f"is {variables['SLURM_NTASKS']}, and this process is the script of the job, and no task"
-            raise FzeroError("SLURM_NTASKS", problem, "start it with srun in that script")
+            problem = f"is {variables['SLURM_NTASKS']}, and this process is the script or shell of the job, no task"
+            raise FzeroError("SLURM_NTASKS", problem, "start it with srun there")
         return None
     step, job = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"), ("SLURM_NTASKS", "SLURM_JOB_NODELIST")
     size, hosts = (mine if mine in variables else others for mine, others in zip(step, job))
@@ -162,6 +168,10 @@ def _read_slurm(variables: Variables) -> Launch | None:
     port = _find_port(variables, _FIRST_PORT + number % _PORTS)
     rank, local = _read(variables, "SLURM_PROCID"), _read(variables, "SLURM_LOCALID")
     return Launch("SLURM", rank, world, local, variables.get("MASTER_ADDR", address), port)
+
+
+def _is_task(variables: Variables) -> bool:
+    return "SLURM_STEP_ID" in variables and _read(variables, "SLURM_STEP_ID") < _NO_TASK
 
 
 def find_first_host(hosts: str) -> str:

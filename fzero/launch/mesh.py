@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, read_mesh
-from fzero.launch.environment import Launch, find_launch
+from fzero.launch.environment import Launch, Variables, find_launch
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that choose the GPUs which a process sees."""
 
 
 @check_arguments
@@ -39,13 +41,12 @@ def init_mesh(axes: str | None = None, *, device: str | None = None, timeout: ti
         raise FzeroError("device", f"is {device!r}", 'give "cpu" or "cuda"')
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized():  # as in a worker of Ray Train
-        world, local = dist.get_world_size(), os.environ.get("LOCAL_RANK", "")
-        mesh, local_rank = choose_mesh("axes", axes, world), int(local) if local.isdecimal() else None
+        mesh, local_rank = choose_mesh("axes", axes, dist.get_world_size()), find_local_rank()
     else:
         launch = find_launch(os.environ)
         mesh, local_rank = choose_mesh("axes", axes, launch.world), launch.local_rank
     if device == "cuda":
-        torch.cuda.set_device(choose_device(local_rank, torch.cuda.device_count()))
+        torch.cuda.set_device(choose_device(local_rank, torch.cuda.device_count(), os.environ))
     if not dist.is_initialized():
         join(launch, BACKENDS[device], timeout)
     return init_device_mesh(device, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
@@ -69,22 +70,37 @@ def choose_mesh(where: str, axes: str | None, world: int) -> VirtualMesh:
     return read_mesh(where, re.sub(r"=\s*\*", f"={rest}", axes))
 
 
-def choose_device(local_rank: int | None, count: int) -> int:
-    """The GPU of a process, of the `count` that it sees. A launcher may show each process its own alone.
+def find_local_rank() -> int | None:
+    """The number of this process on its host, in the process group that is there. The launcher says it where the group
+    is that of the launcher. Another group, such as that of Ray Train within a task of SLURM, has LOCAL_RANK."""
+    try:
+        launch = find_launch(os.environ)
+    except FzeroError:  # the variables are not those of this group, which needs none of them
+        launch = None
+    if launch is not None and (launch.rank, launch.world) == (dist.get_rank(), dist.get_world_size()):
+        return launch.local_rank
+    local = os.environ.get("LOCAL_RANK", "")
+    return int(local) if local.isdecimal() else None
+
+
+def choose_device(local_rank: int | None, count: int, variables: Variables) -> int:
+    """The GPU of a process, of the `count` that it sees. A launcher may show each process its own alone, by one of
+    VISIBLE among the `variables` of the process.
 
     Raises:
         FzeroError: where there is none, or where the number of the process on its host is unknown or too large.
     """
     if count == 0:
         raise FzeroError("device", "is 'cuda', and torch finds no GPU", 'give device="cpu"')
-    if count == 1:
+    if count == 1 and (local_rank is None or any(variables.get(name) for name in VISIBLE)):
         return 0
     if local_rank is None:
         problem = f"is not set, and this process sees {count} GPUs"
         raise FzeroError("LOCAL_RANK", problem, "give each process its number on its host, or show it one GPU")
     if local_rank >= count:
-        problem = f"is number {local_rank} on its host, and sees {count} GPUs"
-        raise FzeroError("this process", problem, f"start at most {count} processes on a host")
+        problem = f"is number {local_rank} on its host, and sees {count} GPU{'s' * (count > 1)}"
+        way_out = f"start at most {count} on a host, or show each process a GPU of its own by {VISIBLE[0]}"
+        raise FzeroError("this process", problem, way_out)
     return local_rank
 
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from fzero.layout.layout import Wire
 
 FILLS: ContextVar[bool] = ContextVar("FILLS", default=False)
-"""Whether gaps and padding get the smallest magnitude that is packed, in the place of zeros.
+"""Whether gaps and padding get a small number instead of zeros: a `_PART` of the smallest magnitude that is packed.
 
-No result may depend on what lies there, so `fzero.testing` runs steps both ways. The largest magnitude of a block stays
-the same, and a scale by it. A sum, a mean or a norm that counts padding changes.
+No result may depend on what lies there, so `fzero.testing` runs steps both ways. The largest magnitudes of a block stay
+the same, and a scale by them, also where a rank adds up what it did not send in a few steps. A sum, a mean or a norm
+that counts padding changes. Leaves of one number each get zeros: they may be a mask of what is no padding.
 """
+_PART = 1 / 16
 
 
 def block_of(slices: Sequence[Tensor], wire: Wire, rank: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -117,9 +119,11 @@ def new_block(wire: Wire, rank: int, like: Tensor) -> Tensor:
 
 
 def _choose_filler(packed: Sequence[Tensor]) -> float:
-    """What lies in gaps and padding: 0, or with `FILLS` the smallest magnitude above 0 of what is packed."""
-    found = [x.abs()[x != 0].min().item() for x in packed if x.any()] if FILLS.get() else []
-    return min(found, default=0)
+    """What lies in gaps and padding: 0, or with `FILLS` a part of the smallest magnitude above 0 of what is packed."""
+    if not FILLS.get() or not any(x.is_floating_point() and (x != x.reshape(-1)[:1]).any() for x in packed):
+        return 0
+    magnitudes = torch.cat([x.reshape(-1).abs() for x in packed])
+    return magnitudes[magnitudes > 0].min().item() * _PART if (magnitudes > 0).any() else 0
 
 
 def _fill_between(block: Tensor, where: Sequence[range], filler: float) -> None:

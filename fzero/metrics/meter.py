@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from fzero.ranks.together import do_together, gather_words, tell_others
 T = TypeVar("T")
 MAX_PROGRAMS = 32
 """How many programs a meter remembers the costs of."""
+_OWN = ("step", "grad_norm")
+"""Names that `extra` may not give, beside those of the values that a meter finds."""
 
 
 class Meter:
@@ -30,10 +34,10 @@ class Meter:
     what each name means.
 
         with fzero.metrics.Meter(mesh, fzero.metrics.jsonl("run.jsonl"), every=10) as meter:
-            program = step.trace(params, opt_state, batch)
             for _ in range(1000):
                 with meter.loading():
                     batch = next(batches)
+                program = step.program(params, opt_state, batch)
                 params, opt_state, loss = step(params, opt_state, batch)
                 meter.record(loss, tokens=batch.numel(), program=program)
 
@@ -63,19 +67,22 @@ class Meter:
         for name, value, least in (("every", every, 1), ("step", step, 0)):
             if value < least:
                 raise FzeroError(f"metrics: {name}", f"is {value}", f"give a whole number from {least} on")
+        if peak_flops is not None and not 0 < peak_flops < math.inf:
+            raise FzeroError("metrics: peak_flops", f"is {peak_flops}", "give flops a second, above 0")
         for each in sinks:
             if not isinstance(each, Sink):
                 raise FzeroError(
                     "metrics: a sink", f"is {each!r:.80}", "give fzero.metrics.jsonl(path) or another sink"
                 )
-        self._on, self._every, self.step = find_ranks(mesh), every, step
+        self._on, self._every, self.step = find_ranks(mesh), every, operator.index(step)
         model_axes = find_model_axes(self._on.mesh, data)
         is_shared = model_axes and not self._on.members.is_alone  # virtual ranks give the tokens of all at once
         self._sharers = self._on.mesh.size(self._on.mesh.join(model_axes)) if is_shared else 1
         self._device = self._on.choose_device()
-        self._peak_flops = peak_flops or _find_peak_flops(self._device)
-        self._known: dict[int, StepCosts] = {}
+        self._peak_flops = _find_peak_flops(self._device) if peak_flops is None else float(peak_flops)
+        self._known: dict[int, StepCosts] = {}  # by the id of the program, which the costs keep alive
         self._open: list[Write] = []
+        self._is_closed = False
         self._do("opening the sinks", lambda: self._open_sinks(sinks))
         self._begin()
 
@@ -110,14 +117,20 @@ class Meter:
         """Count one step. A step that is logged returns its values, the same on all ranks. Any other returns None.
 
         `loss` is what the step returned on this rank. `tokens` are those that this process gave the step. `program` is
-        what `step.trace` returns for its arguments. `grad_norm` and the values of `extra`, such as `{"lr": 1e-3}`, are
-        numbers or tensors of one element, and are logged as means over ranks.
+        what `step.program` returns for its arguments. `grad_norm` and the values of `extra`, such as `{"lr": 1e-3}`,
+        are numbers or tensors of one element, and are logged as means over ranks.
 
         Raises:
             FzeroError: on all ranks, where these are at different steps or give different names, where a value is no
-                number, or where a sink cannot be written to.
+                number, where a name is one of the meter's own, where a sink cannot be written to, or where the meter is
+                closed.
         """
         with tell_others(self._on.members, "fzero.metrics"):
+            if self._is_closed:
+                raise FzeroError("metrics: the meter", "is closed", "record before close(), or make another meter")
+            tokens = None if tokens is None else operator.index(tokens)  # of a tensor too
+            if tokens is not None and tokens < 0:
+                raise FzeroError("metrics: tokens", f"is {tokens}", "give a whole number from 0 on")
             costs = None if program is None else self._find_costs(program)
         self.step += 1
         self._steps += 1
@@ -125,9 +138,8 @@ class Meter:
         self._flops += [costs and (costs.flops * len(self._on.numbers), costs.again * len(self._on.numbers))]
         if self.step != 1 and self.step % self._every:
             return None
-        given = {**({} if grad_norm is None else {"grad_norm": grad_norm}), **(extra or {})}
         call = f"logging metrics of step {self.step}"
-        everyone = self._do(call, lambda: self._measure(loss, given, costs))
+        everyone = self._do(call, lambda: self._measure(loss, _join_means(grad_norm, extra or {}), costs))
         values = join_ranks(everyone, self._sharers, call)
         self._do(f"writing metrics of step {self.step}", lambda: self._write(values))
         self._begin()
@@ -156,9 +168,9 @@ class Meter:
     def _find_costs(self, program: Program) -> StepCosts:
         """The costs of a program, which is counted once."""
         if not isinstance(program, Program):
-            raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.trace(*args) returns")
+            raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.program(*args) returns")
         found = self._known.get(id(program))
-        if found is None or found.program is not program:
+        if found is None:
             if len(self._known) >= MAX_PROGRAMS:
                 self._known.pop(next(iter(self._known)))
             found = self._known[id(program)] = measure_program(program)
@@ -195,7 +207,7 @@ class Meter:
             each.write(self.step, values)
 
     def _close_sinks(self) -> None:
-        opened, self._open = self._open, []
+        opened, self._open, self._is_closed = self._open, [], True
         for each in opened:
             each.close()
 
@@ -207,10 +219,22 @@ def _find_peak_flops(device: torch.device) -> float | None:
     return None if found is None else found.flops
 
 
+def _join_means(grad_norm: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> value, of what is logged as a mean over ranks."""
+    for name in extra:
+        if not isinstance(name, str):
+            raise FzeroError("metrics: extra", f"has the name {name!r:.80}", "give each value a text as its name")
+        if name in _OWN:
+            raise FzeroError("metrics: extra", f"has {name!r}, a name of the meter's own", "give another name")
+    return {**({} if grad_norm is None else {"grad_norm": grad_norm}), **extra}
+
+
 def _read(name: str, value: Any) -> float:
     """A number, or the one element of a tensor."""
     try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError(f"{value!r:.80}")  # float reads texts
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         problem = f"is {type(value).__name__}, and no number: {error}"
         raise FzeroError(f"metrics: {name}", problem, "give a number or a tensor of one element") from error

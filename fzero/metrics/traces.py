@@ -11,6 +11,7 @@ from typing import Any
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.text_files import write_text
 from fzero.program.program import Program
 
 PREDICTED = 1 << 30
@@ -22,21 +23,26 @@ Event = dict[str, Any]
 def export_trace(path: str | os.PathLike[str], seen: Any, program: Program) -> None:
     """Write a profile of torch to a JSON file for ui.perfetto.dev, with a process "predicted" beside the measured ones.
 
-    `seen` is a `torch.profiler.profile` around one or more steps, `program` what `step.trace` returned for them. The
+    `seen` is a `torch.profiler.profile` around one or more steps, `program` what `step.program` returns for them. The
     predicted lanes begin with each step: their first collective starts when that of the step did.
 
     Raises:
-        FzeroError: for a profile without a collective of the program, for what is no profile or no program.
+        FzeroError: for a profile without a collective of the program, that has not ended or was exported before; for
+            what is no profile or no program; where the file cannot be written.
     """
     if not isinstance(program, Program):
-        raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.trace(*args) returns")
+        raise FzeroError("metrics: program", f"is {program!r:.80}", "give what step.program(*args) returns")
     if not hasattr(seen, "export_chrome_trace"):
         raise FzeroError("metrics: seen", f"is {seen!r:.80}", "give a torch.profiler.profile that has ended")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        seen.export_chrome_trace(str(file))
+        try:
+            seen.export_chrome_trace(str(file))
+        except (AssertionError, AttributeError, RuntimeError) as error:  # not started, not ended, exported before
+            problem = f"cannot be exported: {type(error).__name__}: {error}".removesuffix(": ")
+            raise FzeroError("metrics: seen", problem, "give one that has ended, and export it once") from error
         trace = json.loads(file.read_text())
-    Path(path).write_text(json.dumps(add_prediction(trace, program)))
+    write_text("trace", path, json.dumps(add_prediction(trace, program)))
 
 
 def add_prediction(trace: dict[str, Any], program: Program) -> dict[str, Any]:

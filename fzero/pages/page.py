@@ -17,7 +17,7 @@ from fzero.program.largest import WITHIN, list_alive
 from fzero.program.listing import summarize_program
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import name_of, starts
+from fzero.program.records import body_of, name_of, starts
 from fzero.program.timeline import Timeline, Transfer
 from fzero.values.regions import get_mark
 
@@ -93,7 +93,8 @@ def _name_groups(program: Program) -> Callable[[Node | None, str], str]:
     roots = list(dict.fromkeys(argument.path.partition(".")[0] for argument in program.arguments))
     gathered = {node for node in program.graph.nodes if starts(node) == "gathered"}
     position = {node: at for at, node in enumerate(program.graph.nodes)}
-    last = max((at for node, at in position.items() if get_mark(node).in_backward), default=len(position))
+    backward = set(filter(_is_of_backward, program.graph.nodes))
+    last = max((position[node] for node in backward), default=len(position))
 
     def name(node: Node | None, path: str) -> str:
         root = roots.index(path.partition(".")[0]) if path else MOST_ARGUMENTS
@@ -103,9 +104,15 @@ def _name_groups(program: Program) -> Callable[[Node | None, str], str]:
             return GATHERED
         if starts(node) == "scattered":
             return SCATTERED
-        return BACKWARD if get_mark(node).in_backward else FORWARD if position.get(node, 0) < last else BEHIND
+        return BACKWARD if node in backward else FORWARD if position.get(node, 0) < last else BEHIND
 
     return name
+
+
+def _is_of_backward(node: Node) -> bool:
+    """Whether a backward pass made a node. A loop counts as one where a turn has such nodes: it gives gradients."""
+    body = body_of(node)
+    return get_mark(node).in_backward if body is None else any(map(_is_of_backward, body.graph.nodes))
 
 
 def _name_node(node: Node) -> str:
@@ -116,12 +123,9 @@ def _name_node(node: Node) -> str:
 
 
 def _draw_largest(program: Program) -> str:
-    alike: dict[str, list[int]] = {}
-    for value in program.largest(MOST_LARGEST):
-        what = _BUCKET.sub(lambda found: _NUMBER.sub("*", found[0]), _FOLDER.sub("(", value.what))
-        alike.setdefault(what, []).append(value.nbytes)
-    rows = [(_write_bytes(sum(found)), str(len(found)), what) for what, found in alike.items()]
-    return _draw_table(("bytes", "of them", "value"), sorted(rows, key=lambda row: -sum(alike[row[2]]))[:MOST_ROWS])
+    values = [(_FOLDER.sub("(", value.what), value.nbytes) for value in program.largest(MOST_LARGEST)]
+    found = _fold(values, lambda what: _BUCKET.sub(lambda name: _NUMBER.sub("*", name[0]), what))
+    return _draw_table(("bytes", "of them", "value"), [(_write_bytes(x), str(n), what) for what, n, x in found])
 
 
 # time
@@ -170,11 +174,12 @@ def _draw_buckets(program: Program) -> str:
 
 def _list_leaves(layouts: Sequence[Layout]) -> tuple[str, list[tuple[str, float]]]:
     """A bucket's name, and its leaves with their elements; of equal layers those of the first."""
-    layout = layouts[0]
+    layout, parts, end = layouts[0], list[tuple[str, float]](), 0
     label = layout.bucket + (f" x{len(layouts)}" if len(layouts) > 1 else "")
-    parts = [(f"{leaf.path} {list(leaf.shape)}", float(leaf.numel)) for leaf in layout.leaves]
-    padding = layout.world * layout.shard - sum(leaf.numel for leaf in layout.leaves)
-    return label, [*parts, ("padding", float(padding))] if padding else parts
+    for leaf, where in sorted(zip(layout.leaves, layout.leaf_ranges), key=lambda pair: pair[1].start):
+        parts += [("padding", where.start - end), (f"{leaf.path} {list(leaf.shape)}", len(where))]
+        end = where.stop
+    return label, [part for part in (*parts, ("padding", layout.world * layout.shard - end)) if part[1]]
 
 
 # code
@@ -193,17 +198,25 @@ def _draw_lines(program: Program) -> str:
 
 
 def _draw_layers(program: Program) -> str:
-    alike: dict[str, list[int]] = {}
-    for layer, flops in count_flops(program).items():
-        alike.setdefault(_NUMBER.sub("*", layer), []).append(flops)
-    rows = [
-        (layer, str(len(found)), write_flops(sum(found)))
-        for layer, found in sorted(alike.items(), key=lambda item: -sum(item[1]))[:MOST_ROWS]
-    ]
+    found = _fold(count_flops(program).items(), lambda layer: _NUMBER.sub("*", layer))
+    rows = [(layer, str(n), write_flops(flops)) for layer, n, flops in found]
     return _draw_table(("layer or operation", "of them", "flops of a rank"), rows)
 
 
 # words
+
+
+def _fold(rows: Iterable[tuple[str, int]], mask: Callable[[str], str]) -> list[tuple[str, int, int]]:
+    """`(name, how many, sum)` of rows whose names are alike behind a `mask`, the largest first. A single one keeps its
+    name."""
+    alike: dict[str, dict[str, list[int]]] = {}
+    for name, value in rows:
+        alike.setdefault(mask(name), {}).setdefault(name, []).append(value)
+    found = [
+        (masked if len(names) > 1 else next(iter(names)), sum(map(len, names.values())), sum(map(sum, names.values())))
+        for masked, names in alike.items()
+    ]
+    return sorted(found, key=lambda row: -row[2])[:MOST_ROWS]
 
 
 def _draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -32,7 +32,7 @@ from fzero.passes.rows import (
 )
 from fzero.program import ops
 from fzero.program.kinds import UNIFORM, Kind, Slice
-from fzero.program.operation import Node
+from fzero.program.operation import AGAIN, Node
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program, Result
 from fzero.program.records import name_of
@@ -132,6 +132,8 @@ class _Emitter:
         carry, xs, lists, constants = ([outer for outer, _, _ in self.given[sort].values()] for sort in _SORTS)
         loop = self.program.emit(ops.loop, *Loop(body, self.plan.turns, carry, xs, lists, constants))
         loop.stack_trace = uses[0].node.stack_trace
+        if all(AGAIN in use.node.meta for use in uses):
+            loop.meta[AGAIN] = True
         items = [self.program.emit(operator.getitem, loop, i) for i in range(len(uses))]
         return [self._finish(use, item) for use, item in zip(uses, items)]
 

@@ -91,7 +91,21 @@ def _repeat_heads(query: Any, *others: Any) -> list[Sequence[int]]:
     return [(x.shape[0], query.shape[1], *x.shape[2:]) for x in others]
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {_aten.mm: lambda a, b, **_: 2 * a.shape[0] * a.shape[1] * b.shape[1]} | {
+def _count_product(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of [..., m, k] and [..., k, n]. Where one of them has a dim of groups and the other has none, each row or column
+    of that one is multiplied once, by the part of its group."""
+    groups = a.shape[0] if len(a.shape) > len(b.shape) else 1
+    return int(2 * a.numel() * b.shape[-1] // max(groups, 1))
+
+
+def _count_added_product(total: Any, a: Any, b: Any, **_: Any) -> int:
+    return _count_product(a, b)
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys((_aten.mm, _aten._int_mm, _aten._grouped_mm, _aten._scaled_grouped_mm), _count_product),
+    **dict.fromkeys((_aten.addmm_, _aten.baddbmm_), _count_added_product),
+} | {
     getattr(_aten, f"_scaled_dot_product_{kernel}{backward}"): count
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for backward, count in (("", _count_attention), ("_backward", _count_attention_backward))

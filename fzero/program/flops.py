@@ -19,13 +19,18 @@ _PART = re.compile(r"#\d+$")
 
 def count_flops(program: Program) -> dict[str, int]:
     """Layer -> the flops of one rank with the leaves of that layer, and for their gradients. An operation without such
-    a leaf, such as attention or a loop, counts under its own name. What is computed twice counts twice."""
+    a leaf, such as attention, counts under its own name. All turns of a loop count, by the leaves of its body: those of
+    equal layers as the first layer; a gradient that is summed up over turns counts under the name of its product. What
+    is computed twice counts twice."""
     buckets = _find_leaves(program)
     gradients = _find_gradients(program)
     total = Counter[str]()
     for node in program.graph.nodes:
-        flops = work(node).flops
-        if flops:
+        body = body_of(node)
+        if body is not None:
+            for layer, flops in count_flops(body).items():
+                total[layer] += turns_of(node) * flops
+        elif flops := work(node).flops:
             weight = next((buckets[each] for each in node.all_input_nodes if each in buckets), None)
             total[_PART.sub("", weight or gradients.get(node, "")) or name_of(node)] += flops
     return dict(total)

@@ -16,7 +16,7 @@ class Memory(NamedTuple):
     reached, the bytes that are alive after each node (`timeline`), and those while it runs (`during`). `host` is the
     largest peak of any rank on the host beside the device: of state that lies there, and of copies. `disk` is the
     largest peak of any rank in files. Another rank may have these than the one with the largest peak on the device.
-    `names` are those of the nodes, of which the first `arguments` are the step's arguments. Prints as a table.
+    `names` are those of the nodes, or none; the first `arguments` nodes are the step's arguments. Prints as a table.
 
     Ranks hold slices of different sizes, so that values computed from slices differ in size too.
     """
@@ -50,10 +50,10 @@ class Memory(NamedTuple):
         for start in range(self.arguments, count, each):
             nodes = range(start, min(start + each, count))
             most = max(nodes, key=self.during.__getitem__)
-            rows.append(self._draw(nodes, most, self.names[most]))
+            rows.append(self._draw(nodes, most, self.names[most] if self.names else ""))
         return limit_lines(head, rows, full)
 
     def _draw(self, nodes: range, most: int, name: str) -> str:
         number = str(nodes.start) if len(nodes) == 1 else f"{nodes.start} to {nodes.stop - 1}"
         bar = "#" * round(BAR * self.during[most] / max(self.peak, 1))
-        return f"  {number:<14} {format_size(self.during[most]):>10}  {bar:<{BAR}}  {name}"
+        return f"  {number:<14} {format_size(self.during[most]):>10}  {bar:<{BAR}}  {name}".rstrip()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,10 +46,16 @@ def check_operation(
       ranks of the mesh make the call.
 
     Raises:
-        FzeroError: with the law that is broken, the mesh and both values; for an operation without a schema.
+        FzeroError: with the law that is broken, the mesh and both values; for an operation without a schema, and for
+            one that `fzero.ops.define` did not make; with a `transpose`, for a dtype that has no derivative.
     """
     known = record(operation)
     where = f"operation {known.name!r}"
+    if not known.is_foreign:
+        problem = "is none of fzero.ops.define, and is held to no record"
+        raise FzeroError(where, problem, "give what fzero.ops.define returned")
+    if known.transpose is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise FzeroError(where, f"has a transpose, and {dtype} has no derivative", "give dtype=torch.float64")
     if not isinstance(operation, OpOverload):
         problem = "has no schema, so no step calls it"
         raise FzeroError(where, problem, "give define(..., schema=...), or check the pass that emits it by check_pass")
@@ -74,11 +80,11 @@ def _check_on(
     def call(x: Tensor) -> Tensor:
         return operation(x, *others)
 
-    def run(function: Callable[..., Any], *args: Tensor) -> Any:
-        return simulate(function, mesh)(*args)
+    def run(function: Callable[..., Any], *given: _Rows) -> Any:
+        return simulate(_take_own(function, given), mesh)(*(rows.values for rows in given))
 
     x, t = (_draw(mesh, seed, *like) for seed in (0, 1))
-    size = simulate(call, mesh).trace(x).output.args[0][0].meta["val"].shape
+    size = simulate(_take_own(call, (x,)), mesh).trace(x.values).output.args[0][0].meta["val"].shape
     run(call, x)
     if known.transpose is None:
         return ["record"]
@@ -119,10 +125,8 @@ def _check_live(
 ) -> None:
     virtual, here = mesh_shape(mesh), take_part(mesh)
 
-    def call(x: Tensor) -> Tensor:
-        return operation(x, *others)
-
-    x = _draw(virtual, 0, *like)
+    drawn = _draw(virtual, 0, *like)
+    call, x = _take_own(lambda x: operation(x, *others), (drawn,)), drawn.values
     rows = x.shape[0] // virtual.size()
     got = shard(call, mesh)(x[here.number * rows : (here.number + 1) * rows].to(mesh.device_type))
     step = simulate(call, virtual)
@@ -136,10 +140,22 @@ def _check_live(
         raise FzeroError(f"operation {known.name!r}", problem, "let perform depend on the rank that it is given alone")
 
 
-def _draw(mesh: VirtualMesh, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Random rows of all ranks, `shape` of them for each."""
+class _Rows(NamedTuple):
+    """A tensor of `shape` for each rank, one behind the other: rows of `values`, which a step cuts."""
+
+    values: Tensor
+    shape: tuple[int, ...]
+
+
+def _draw(mesh: VirtualMesh, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> _Rows:
     size = (mesh.size() * shape[0], *shape[1:]) if shape else (mesh.size(),)
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return _Rows(values.to(dtype), shape)
+
+
+def _take_own(function: Callable[..., Any], given: Sequence[_Rows]) -> Callable[..., Any]:
+    """`function`, which takes this rank's tensors, as a step that takes its rows of them: [1] for a 0-d tensor."""
+    return lambda *args: function(*(x if rows.shape else x[0] for x, rows in zip(args, given)))
 
 
 def _add_ranks(mesh: VirtualMesh, x: Tensor) -> Tensor:
@@ -150,6 +166,9 @@ def _add_ranks(mesh: VirtualMesh, x: Tensor) -> Tensor:
 
 
 def _compare(name: str, law: str, mesh: VirtualMesh, got: Tensor, wanted: Tensor) -> None:
+    if not (got.is_floating_point() or got.is_complex()):
+        problem = f"has a transpose, and its result is {got.dtype}, which has no derivative"
+        raise FzeroError(f"operation {name!r}", problem, "leave out transpose=")
     eps = torch.finfo(got.dtype).eps ** 0.75  # sums of a few numbers of order 1, in another order
     if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=eps, atol=eps):
         return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import tree
-from fzero.base.bits import has_equal_bits
+from fzero.base.bits import copy_bytes
 from fzero.base.errors import FzeroError
 from fzero.layout.buffers import FILLS
 from fzero.passes import defaults
@@ -63,9 +63,10 @@ def check_pass(
 
     * The program is verified, and operations of the pass are held to their records (docs/passes.md).
     * The pass leaves the program that it is given as it was, and changes that of some step.
-    * With `exact`, all results equal those without the pass, bit for bit. With a `reference`, which takes the step and
-      returns a function on full trees, results equal those of that function. Without both, they equal those of the step
-      without the pass. The last two hold within `atol + rtol * |expected|`, or by default the step's own tolerance.
+    * With `exact`, all results equal those without the pass, bit for bit: 0 is not -0. With a `reference`, which takes
+      the step and returns a function on full trees, results equal those of that function. Without both, they equal
+      those of the step without the pass. The last two hold within `atol + rtol * |expected|`, or by default the step's
+      own tolerance. All calls draw the same random numbers.
     * No result depends on padding.
     * `bytes(program)` is what each collective moves in all, such as `{"all_gather": 4096}`, and `peak(program)` is the
       most bytes that the step may need. Both are given the program without the pass.
@@ -249,8 +250,9 @@ def _run(simulated: Simulation, step: TrainStep) -> Iterator[list[tuple[str, Ten
     """The results of each call, each path with its tensor, joined over ranks."""
     state, batch = step.partition(), step.batch()
     kept = simulated.init_pass_state(*state, *batch)
-    for _ in range(CALLS):
-        results = simulated(*state, *batch, pass_state=kept) if kept else simulated(*state, *batch)
+    for number in range(CALLS):
+        with _seed(number):
+            results = simulated(*state, *batch, pass_state=kept) if kept else simulated(*state, *batch)
         results, kept = results if kept else (results, kept)
         state = results[: len(state)]
         yield _list_results(results)
@@ -258,10 +260,22 @@ def _run(simulated: Simulation, step: TrainStep) -> Iterator[list[tuple[str, Ten
 
 def _run_whole(reference: Callable[..., Any], step: TrainStep) -> Iterator[list[tuple[str, Tensor]]]:
     state, batch = step.state(), step.batch()
-    for _ in range(CALLS):
-        results = reference(*state, *batch)
+    for number in range(CALLS):
+        with _seed(number):
+            results = reference(*state, *batch)
         state = results[: len(state)]
         yield _list_results(results)
+
+
+@contextmanager
+def _seed(number: int) -> Iterator[None]:
+    """Let a call draw the same random numbers in each run, and leave torch's generator as it was."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(number)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def _list_results(results: Any) -> list[tuple[str, Tensor]]:
@@ -279,7 +293,7 @@ def _compare(
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return f"gives {a.dtype} {list(a.shape)} for {path}, which is {b.dtype} {list(b.shape)}"
         if tolerances is None or not a.is_floating_point():
-            differs = ~_pair_bits(a, b) if not has_equal_bits(a, b) else torch.zeros(0, dtype=torch.bool)
+            differs = _list_differing(a, b)
         else:
             rtol, atol = tolerances
             differs = ~torch.isclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True).reshape(-1)
@@ -290,7 +304,6 @@ def _compare(
     return None
 
 
-def _pair_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of two flattened tensors, which differ in some bit, are the same."""
-    same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
-    return same.reshape(-1) if not same.all() else torch.zeros_like(same).reshape(-1)
+def _list_differing(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements of two flattened tensors differ in some bit."""
+    return (copy_bytes(a) != copy_bytes(b)).view(a.numel(), a.element_size()).any(1)

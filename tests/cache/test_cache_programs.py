@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import EVERY_STEP, STEPS, Case, assert_same
 
 from fzero import tree
 from fzero.base.mesh import VirtualMesh
 from fzero.budget.fit import Budget
-from fzero.passes import Plan, defaults
+from fzero.passes import Plan, defaults, insert
 from fzero.pipeline import Pipeline
 from fzero.program.open import find_difference
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
+from fzero.variants.int8_scatter import int8_scatter
+from fzero.variants.power_sgd import power_sgd
 
 
 class Counting(Pipeline[Program]):
@@ -75,3 +79,28 @@ def test_a_program_from_a_file_is_the_one_that_was_traced(name: str, world: int,
     assert process.traces == 0
     assert_equal(restored, traced)
     assert_same(case.run(restored), case.run(traced))
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "before"), [(int8_scatter, "prefetch"), (functools.partial(power_sgd, rank=1), "bucket")]
+)
+def test_state_of_passes_is_read_as_it_was_written(rewrite: Any, before: str, tmp_path: Path) -> None:
+    """State of which each rank has its own, and state that a function draws."""
+    case, passes = STEPS["odd"](VirtualMesh(fsdp=2)), insert(defaults(stage=3), rewrite, before=before)
+    traced = Process(case, tmp_path, passes).prepare()
+    process = Process(case, tmp_path, passes)
+    restored = process.prepare()
+    assert process.traces == 0
+    assert_equal(restored, traced)
+    assert restored.pass_state == traced.pass_state and restored.results == traced.results
+
+
+def add_drawn(program: Program) -> Program:
+    return program.copy().add_state("drawn", (4,), torch.float32, initial=lambda shape, draw: torch.ones(shape))[0]
+
+
+def test_state_that_a_lambda_draws_has_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fzero")
+    Process(STEPS["odd"](VirtualMesh(fsdp=2)), tmp_path, (add_drawn,)).prepare()
+    assert "has state whose initial is <function add_drawn.<locals>.<lambda>" in caplog.text
+    assert not list(tmp_path.rglob("*.*"))

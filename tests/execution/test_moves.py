@@ -81,6 +81,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"kind": is_uniform, "perform": sum_own},
         r"kind says a whole value, the same along 'fsdp', and perform gives \[\S+\] on rank 0 and \[\S+\] on rank 1",
     ),
+    "pair is not uniform": (
+        {
+            "fake": lambda x: [x.new_zeros(()), x.new_zeros(())],
+            "kind": is_uniform,
+            "perform": lambda program, node, rank: lambda x: [x.new_ones(()), x.sum()],
+        },
+        r"kind says a whole value, the same along 'fsdp', and perform gives \[\S+\] on rank 0 and \[\S+\] on rank 1",
+    ),
     "kind of two": ({"kind": lambda walk, node: [ops.UNIFORM] * 2}, "rule for kinds gives a list of 2"),
     "performs nothing": ({"perform": lambda program, node, rank: None}, "its perform gives None, in test_moves_perf"),
     "lists tuples": ({**gather(PAIR), "moves": lambda program, node: [("all_gather",)]}, "let it give ops.Comm"),

@@ -21,12 +21,15 @@ SRUN = BATCH | {
     "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_PROCID": "3",
     "SLURM_STEP_NODELIST": "gnode[10,20,25,37]", "SLURM_LAUNCH_NODE_IPADDR": "10.0.205.134",
 }  # fmt: skip
+SALLOC = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+"""Of the shell that salloc opens on a node: an interactive step."""
 PORT = 10_000 + (200505 + 2 * 101) % 20_000
 MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "node1",
 }  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MASTER_ADDR": "node1"}
 POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 """Of a worker of a PyTorchJob: RANK is that of the pod."""
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "train-workers-0-0.train"}
@@ -48,12 +51,18 @@ def without(variables: dict[str, str], name: str) -> dict[str, str]:
         (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("SLURM", 3, 4, 0, "gnode10", PORT)),
         (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, Launch("SLURM", 3, 4, 0, "gnode10", PORT)),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Launch("SLURM", 0, 1, 0, "127.0.0.1", PORT)),
+        (SRUN | {"MASTER_ADDR": "", "MASTER_PORT": ""}, Launch("SLURM", 3, 4, 0, "gnode10", PORT)),
         (BATCH | {"SLURM_NTASKS": "1"}, ALONE),
+        (SALLOC | {"SLURM_NTASKS": "1"}, ALONE),
+        (SALLOC | HYDRA, Launch("PMI", 1, 2, 1, "127.0.0.1", 29500)),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, ALONE),
         (MPI, Launch("Open MPI", 3, 4, 1, "node1", 29500)),
         (SRUN | MPI | {"SLURM_PROCID": "1"}, Launch("Open MPI", 3, 4, 1, "node1", 29500)),
         (HYDRA, Launch("PMI", 1, 2, 1, "127.0.0.1", 29500)),
         (BATCH | HYDRA, Launch("PMI", 1, 2, 1, "127.0.0.1", 29500)),
+        (PMI | {"PMI_LOCAL_RANK": "3", "LOCAL_RANK": "2"}, Launch("PMI", 5, 8, 3, "node1", 29500)),
+        (PMI | {"LOCAL_RANK": "1"}, Launch("PMI", 5, 8, 1, "node1", 29500)),
+        (PMI | {"LOCAL_RANK": "1", "RANK": "5", "WORLD_SIZE": "8"}, Launch("PMI", 5, 8, 1, "node1", 29500)),
         (POD, Launch("RANK and WORLD_SIZE", 1, 2, None, "job-master-0", 23456)),
         (INDEXED, Launch("Kubernetes", 2, 4, None, "train-workers-0-0.train", 29500)),
         # a launcher of eight processes within each task of srun
@@ -70,7 +79,8 @@ def test_what_a_launcher_sets_is_understood(variables: dict[str, str], launch: L
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (BATCH, "SLURM_NTASKS: is 4, and this process is the script of the job, and no task; start it with srun"),
+        (BATCH, "SLURM_NTASKS: is 4, and this process is the script or shell of the job, no task; start it"),
+        (SALLOC, "SLURM_NTASKS: is 4, and this process is the script or shell of the job, no task; start it"),
         ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID: is 'x'; give a whole number"),
         ({**SRUN, "SLURM_PROCID": "4"}, "SLURM: says rank 4 of 4; ranks count from 0"),
         (SRUN | {"RANK": "0", "WORLD_SIZE": "4"}, "RANK and WORLD_SIZE: are 0 and 4, and SLURM says 3 and 4; unset"),

@@ -17,7 +17,7 @@ from processes import Refusal, refusal
 from fzero import FzeroError, VirtualMesh
 from fzero.base.mesh import mesh_shape
 from fzero.launch import init_mesh
-from fzero.launch.mesh import choose_device, choose_mesh
+from fzero.launch.mesh import choose_device, choose_mesh, find_local_rank
 
 SOON = timedelta(seconds=30)
 
@@ -60,7 +60,10 @@ def try_launchers(rank: int, ports: dict[str, int], said: Any) -> None:
         dist.all_reduce(numbers)
         again = init_mesh()  # in the process group that is there, as in a worker of Ray Train
         other = refusal(lambda: init_mesh("fsdp=4"))
-        found[launcher] = few, mesh_shape(mesh), mesh.get_rank(), numbers.item(), mesh_shape(again), other
+        local = [find_local_rank()]
+        os.environ.update(RANK=str(1 - rank), WORLD_SIZE="2", LOCAL_RANK="5")  # of a launcher that made another group
+        local.append(find_local_rank())
+        found[launcher] = few, mesh_shape(mesh), mesh.get_rank(), numbers.item(), mesh_shape(again), other, local
         dist.destroy_process_group()
     os.environ.clear()
     found["alone"] = mesh_shape(init_mesh(timeout=SOON)), dist.get_world_size()
@@ -91,10 +94,11 @@ def on_ranks() -> list[dict[str, Any]]:
 def test_processes_meet_by_what_their_launcher_sets(on_ranks: list[dict[str, Any]], launcher: str) -> None:
     few: Refusal
     for rank, found in enumerate(on_ranks):
-        few, mesh, number, total, again, other = found[launcher]
+        few, mesh, number, total, again, other, local = found[launcher]
         assert (mesh, number, total) == (VirtualMesh(tp=2, fsdp=1), rank, 21.0) and again == VirtualMesh(fsdp=2)
         assert few.message.startswith("axes: is fsdp=3, and there are 2 ranks; write sizes that multiply to 2")
         assert other.message.startswith("axes: is fsdp=4, and there are 2 ranks")
+        assert local == [None if launcher == "indexed" else rank, 5]
 
 
 def test_a_process_without_a_launcher_is_alone(on_ranks: list[dict[str, Any]]) -> None:
@@ -116,12 +120,14 @@ def test_axes_of_a_world() -> None:
 
 
 def test_the_gpu_of_a_process() -> None:
-    assert [choose_device(3, 8), choose_device(3, 1), choose_device(None, 1)] == [3, 0, 0]
+    assert [choose_device(*given, {}) for given in ((3, 8), (0, 1), (None, 1))] == [3, 0, 0]
+    assert choose_device(3, 1, {"CUDA_VISIBLE_DEVICES": "3"}) == 0
     for local_rank, count, words in (
         (None, 8, "LOCAL_RANK: is not set, and this process sees 8 GPUs"),
         (8, 8, "this process: is number 8 on its host, and sees 8 GPUs; start at most 8"),
+        (1, 1, "this process: is number 1 on its host, and sees 1 GPU; start at most 1 on a host, or show each"),
         (0, 0, "torch finds no GPU"),
     ):
         with pytest.raises(FzeroError) as error:
-            choose_device(local_rank, count)
+            choose_device(local_rank, count, {})
         assert words in str(error.value)

@@ -72,14 +72,17 @@ def test_what_is_computed_again_is_counted_in_loops_too(programs: list[Any]) -> 
     assert again - plain == (LAYERS + 1) * PRODUCT
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_step_of_virtual_ranks_in_numbers(programs: list[Any], tmp_path: Path) -> None:
     """One process does the work of both ranks, in seconds that the metrics say."""
     path, said = tmp_path / "new" / "run.jsonl", list[str]()
+    loss: Any = torch.tensor(0.5, requires_grad=True)
+    tokens: Any = torch.tensor(ROWS)
     with metrics.Meter(MESH, metrics.jsonl(path), metrics.console(said.append), every=2, peak_flops=1e9) as meter:
         for number in range(1, 5):
             with meter.loading():
                 time.sleep(0.01)
-            found = meter.record(torch.tensor(0.5), tokens=ROWS, program=programs[1], extra={"lr": number})
+            found = meter.record(loss, tokens=tokens, program=programs[1], extra={"lr": number})
             assert (found is None) == (number == 3)
     assert found is not None
     seconds, flops = found["time_metrics/end_to_end(s)"], 2 * (LAYERS + 1) * 6 * PRODUCT
@@ -127,11 +130,19 @@ def test_devices_are_found_by_torchs_names() -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda meter, program: meter.record("x"), "metrics: loss: is str, and no number"),
+        (lambda meter, program: meter.record("0.5"), "metrics: loss: is str, and no number: '0.5'; give a number or"),
+        (lambda meter, program: meter.record(10**400), "metrics: loss: is int, and no number"),
         (lambda meter, program: meter.record(torch.ones(2)), "metrics: loss: is Tensor, and no number"),
-        (lambda meter, program: meter.record(1, program=3), "metrics: program: is 3; give what step.trace"),
+        (lambda meter, program: meter.record(1, program=3), "metrics: program: is 3; give what step.program"),
         (lambda meter, program: meter.record(1, tokens=1.5), "tokens: is 1.5"),
         (lambda meter, program: meter.record(1, tokens=1, extra={"throughput(tps)": 1}), "a name of the meter's own"),
+        (lambda meter, program: meter.record(1, tokens=-5), "metrics: tokens: is -5; give a whole number from 0 on"),
+        (lambda meter, program: meter.record(1, extra={"step": 9}), "metrics: extra: has 'step', a name of"),
+        (lambda meter, program: meter.record(1, grad_norm=1, extra={"grad_norm": 2}), "extra: has 'grad_norm', a name"),
+        (lambda meter, program: meter.record(1, extra={5: 1}), "metrics: extra: has the name 5; give each"),
+        (lambda meter, program: meter.close() or meter.record(1), "metrics: the meter: is closed; record before close"),
+        (lambda meter, program: metrics.Meter(MESH, peak_flops=0), "metrics: peak_flops: is 0; give flops a second"),
+        (lambda meter, program: metrics.Meter(MESH, peak_flops=-5.0), "metrics: peak_flops: is -5.0; give flops a"),
         (lambda meter, program: metrics.Meter(MESH, every=0), "metrics: every: is 0; give a whole number from 1 on"),
         (lambda meter, program: metrics.Meter(MESH, "run.jsonl"), "metrics: a sink: is 'run.jsonl'; give"),
     ],
@@ -159,7 +170,6 @@ def log_steps(mesh: DeviceMesh, path: Path) -> Any:
             params, _ = step(params, x)
     metrics.export_trace(f"{path}.{rank}", seen, program)
     found = meter.record(torch.tensor(0.1 + rank), tokens=1 + rank, grad_norm=rank)
-    meter.close()
     failing = metrics.Sink("mine", lambda: metrics.Write(lambda step, values: 1 // 0, lambda: None))
     lacking = metrics.Sink("mine", lambda: None, ("no_such_package",) if rank else ())  # type: ignore[arg-type, return-value]
     alone = metrics.Meter(mesh, every=10)
@@ -174,6 +184,7 @@ def log_steps(mesh: DeviceMesh, path: Path) -> Any:
         "path": lambda: metrics.Meter(mesh, metrics.jsonl(path.parent)),
     }
     refused = {name: refusal(way).message for name, way in ways.items()}
+    meter.close()
     return found, float(loss), refused, float(step(params, x)[1])
 
 
@@ -223,6 +234,33 @@ def test_a_trace_has_what_was_predicted_beside_what_was_measured(on_ranks: Any, 
     assert times[0][:: len(times[0]) // 2] == pytest.approx(times[1][::a_step]) and len(times[1]) == 2 * a_step
     with pytest.raises(FzeroError, match="has no collective of"):
         add_prediction({"traceEvents": []}, programs[0])
+
+
+class Profile:
+    """A profile that has one collective of a program."""
+
+    def __init__(self, program: Any) -> None:
+        self.name = min(program.timeline().transfers, key=lambda transfer: transfer.start).name
+
+    def export_chrome_trace(self, path: str) -> None:
+        event = {"cat": "user_annotation", "name": self.name, "ts": 1.0, "ph": "X", "pid": 1}
+        Path(path).write_text(json.dumps({"traceEvents": [event]}))
+
+
+def test_a_profile_that_has_not_ended_and_a_path_that_is_none_are_named(programs: list[Any], tmp_path: Path) -> None:
+    def refused(seen: Any, path: Path) -> str:
+        return refusal(lambda: metrics.export_trace(path, seen, programs[0])).message
+
+    path, whole = tmp_path / "step.json", Profile(programs[0])
+    seen = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    assert "metrics: seen: cannot be exported: AssertionError" in refused(seen, path)
+    with seen:
+        assert "metrics: seen: cannot be exported: AttributeError" in refused(seen, path)
+    assert "has no collective of" in refused(seen, path)
+    assert "metrics: seen: cannot be exported: RuntimeError" in refused(seen, path) and not path.exists()
+    assert "No such file or directory" in refused(whole, tmp_path / "no" / "step.json")
+    metrics.export_trace(path, whole, programs[0])
+    assert len(json.loads(path.read_text())["traceEvents"]) > 1
 
 
 @pytest.mark.parametrize(

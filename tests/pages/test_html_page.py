@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.pages.charts import Bar, draw_lanes, draw_stack
+from fzero.pages.charts import LEFT, WIDTH, Bar, draw_lanes, draw_stack
 from fzero.pages.page import draw_page
 from fzero.program.largest import list_alive
 from fzero.program.program import Program
@@ -114,6 +114,35 @@ def test_groups_add_up_to_the_memory_of_the_program(options: dict[str, Any]) -> 
     program = make_report(**options).program
     groups = list_alive(program, lambda node, path: path.partition(".")[0] or str(node))
     assert [sum(values) for values in zip(*groups.values())] == program.memory().during
+
+
+def test_loops_have_their_place_in_the_forward_or_the_backward_pass() -> None:
+    weights = fzero.partition([torch.ones(4, 4) for _ in range(3)], mesh := fzero.VirtualMesh(fsdp=2))
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        carry, _ = fzero.scan(lambda x, _, weight: (torch.tanh(x @ weight), None), x, layers=params)
+        return carry.square().mean()
+
+    scanned = fzero.simulate(fzero.grad(loss), mesh).program(weights, torch.ones(4, 4))
+    summed = fzero.accumulate(lambda p, x: (loss(p, x) * len(x), torch.tensor(float(len(x)))), 2)
+    turned = fzero.simulate(summed, mesh).program(weights, torch.ones(4, 4))
+    for program, group in ((scanned, "made in the backward pass"), (turned, "made behind it")):
+        assert any(group in title for title in read(draw_page(program)).titles), group
+
+
+def test_leaves_stand_where_they_lie() -> None:
+    """There is padding between leaves of which no rank may have less than some elements."""
+    leaves = {"block": {"a": torch.ones(5, 5), "b": torch.ones(7), "c": torch.ones(40)}}
+    params = fzero.partition(leaves, mesh := fzero.VirtualMesh(fsdp=2), unit=32)
+    program = fzero.simulate(lambda p: fzero.tree.map(lambda x: x * 2, p), mesh).program(params)
+    (layout,) = (layout for layout in program.layouts.values() if not layout.replicated)
+    assert layout.has_gaps
+    shown = re.findall(r'x="([\d.]+)" y="0" width="([\d.]+)" height="18"><title>block\n(.*?)<', draw_page(program))
+    scale = (WIDTH - LEFT) / (2 * layout.shard)
+    places = {text.partition(" ")[0]: (float(x) - LEFT, float(width)) for x, width, text in shown}
+    for leaf, where in zip(layout.leaves, layout.leaf_ranges):
+        assert places[leaf.path] == pytest.approx((where.start * scale, len(where) * scale), abs=0.02)
+    assert sum(float(width) for _, width, _ in shown) == pytest.approx(WIDTH - LEFT, abs=0.1)
 
 
 def test_a_report_writes_its_page(program: Program, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from programs import layers, training
 
 import fzero
 from fzero import Program, VirtualMesh, optim, tree
+from fzero.program.peak import Memory
 from fzero.program.tables import LINES
 
 COUNT = 80
@@ -67,3 +68,7 @@ def test_a_short_list_stays_whole() -> None:
 def test_a_program_without_collectives_says_so() -> None:
     alone = fzero.simulate(lambda x: x * 2, VirtualMesh(fsdp=2)).trace(torch.ones(2))
     assert str(alone.comm()) == "0 collectives move nothing"
+
+
+def test_memory_without_names_is_a_table() -> None:
+    assert str(Memory(10, "x", [1, 2], [1, 10])).splitlines()[-1].split() == ["1", "10", "B", "#" * 32]

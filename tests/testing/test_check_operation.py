@@ -69,6 +69,40 @@ def test_broken_laws_are_named() -> None:
         check_operation(plain)
 
 
+seen = set[tuple[int, ...]]()
+
+
+def note_shape(x: Tensor) -> Tensor:
+    seen.add(tuple(x.shape))
+    return 2 * x
+
+
+double = ops.define(
+    "operation_double", schema="(Tensor x) -> Tensor", fake=torch.empty_like, kind=lambda walk, node: walk.per_rank,
+    perform=lambda program, node, rank: note_shape, transpose=lambda y: 2 * y,
+)  # fmt: skip
+rounds = ops.define(
+    "operation_round", schema="(Tensor x) -> Tensor", fake=lambda x: torch.empty_like(x, dtype=torch.int64),
+    kind=lambda walk, node: walk.per_rank, perform=lambda program, node, rank: lambda x: x.long(),
+    transpose=lambda y: y.double(),
+)  # fmt: skip
+
+
+def test_a_number_is_a_tensor_without_dims() -> None:
+    assert check_operation(double, shape=(), meshes=TWO) == ["record", "linear", "transpose", "jvp", "vmap"]
+    assert seen == {()}
+
+
+def test_what_has_no_laws_is_refused() -> None:
+    with pytest.raises(FzeroError, match="'operation_double': has a transpose, and torch.int64 has no derivative"):
+        check_operation(double, dtype=torch.int64)
+    with pytest.raises(FzeroError, match="'operation_round': has a transpose, and its result is torch.int64"):
+        check_operation(rounds, meshes=TWO)
+    for known in (torch.relu, torch.ops.aten.relu.default, ops.all_reduce):
+        with pytest.raises(FzeroError, match="operation '.*': is none of fzero.ops.define, and is held to no record"):
+            check_operation(known)
+
+
 def on_ranks(mesh: Any) -> tuple[list[str], str]:
     virtual_only = define("operation_knows_its_rank", perform=perform_knowing)
     laws = check_operation(shift, "fsdp", 1, meshes=(), live=mesh)

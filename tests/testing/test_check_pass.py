@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch import Tensor
 from fzero import FzeroError, Program, ops, optim, tree
 from fzero.testing import TrainStep, check_pass
 from fzero.testing.cases import CORNERS
+from fzero.testing.passes import _compare
+from fzero.variants.sign_scatter import sign_scatter
+from fzero.variants.topk_scatter import topk_scatter
 
 mul = torch.ops.aten.mul.Tensor
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
@@ -178,6 +183,88 @@ def test_the_script_shows_the_mistake_on_the_smallest_step() -> None:
     assert "width=1" in script and "ops=(Op(name='dense'),)" in script
     with pytest.raises(FzeroError, match="is waited for 0 times"):
         exec(script, {})
+
+
+def adds_noise(program: Program) -> Program:
+    program = program.copy()
+    for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
+        with program.graph.inserting_before(node):
+            noise = program.emit(torch.ops.aten.rand_like.default, node.args[0])
+            node.update_arg(0, program.emit(torch.ops.aten.add.Tensor, node.args[0], noise))
+    return program
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "before"), [(sign_scatter, "prefetch"), (topk_scatter, "prefetch"), (adds_noise, "bucket")]
+)
+def test_masks_of_padding_and_random_numbers_are_no_mistakes(rewrite: Any, before: str) -> None:
+    case = replace(CORNERS[0], dtypes=("float32",) * 4, compute="float32")
+    state = torch.get_rng_state()
+    assert check_pass(rewrite, exact=False, rtol=9, atol=9, before=before, cases=[case]) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_zero_is_not_minus_zero() -> None:
+    """The first element that differs in a bit is named, also before one that differs more."""
+    zero = torch.zeros(2)
+    assert _compare([("w", zero)], [("w", zero.clone())], None) is None
+    assert _compare([("w", zero)], [("w", -zero)], None) == "gives 0 for element 0 of w, which is -0"
+    assert _compare([("w", zero)], [("w", -zero)], (0, 0)) is None
+    assert (
+        _compare([("w", zero)], [("w", torch.tensor([-0.0, 1.0]))], None) == "gives 0 for element 0 of w, which is -0"
+    )
+
+
+MAIN = """
+import torch
+from fzero import Program, ops
+from fzero.testing import check_pass
+from fzero.testing.cases import CORNERS
+
+aten = torch.ops.aten
+mul, DTYPE, FACTORS, rng = aten.mul.Tensor, torch.float64, {"by": [1, float("inf")]}, torch.Generator()
+
+
+def emit(program: Program, x, by: float = FACTORS["by"][0]):
+    return program.emit(mul, program.emit(aten._to_copy.default, x, dtype=DTYPE), by)
+
+
+def scaled(k):
+    def inner(program: Program) -> Program:
+        rng = program = program.copy()
+        for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
+            with program.graph.inserting_before(node):
+                node.update_arg(0, emit(rng, node.args[0], k))
+        return program
+
+    return inner
+
+
+class Scaled:
+    __call__ = staticmethod(scaled(2.0))
+
+
+def find(rewrite):
+    try:
+        check_pass(rewrite, before="bucket", cases=CORNERS[:1])
+    except Exception as error:
+        return str(error)
+
+
+closure, called = find(scaled(2.0)), find(Scaled())
+"""
+
+
+def test_the_script_has_globals_and_closures_of_a_main_module(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MAIN)
+    said = runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    law, _, script = said["closure"].partition("this script shows it:")
+    assert "k = 2.0" in script and "rng = " not in script.partition("def inner")[0]
+    with pytest.raises(FzeroError) as error:
+        exec(script, {})
+    assert str(error.value).partition("this script")[0] == law
+    assert "\ngiven_scaled = ...  # put here what was given, object of __main__.Scaled: it has no" in said["called"]
+    assert "check_pass(given_scaled, " in said["called"] or "    given_scaled,\n" in said["called"]
 
 
 def count_bytes(program: Program) -> dict[str, int]:
