@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fzero import Program, ops
+from fzero import FzeroError, Program, ops
 from fzero.variants.options import check_option
 from fzero.variants.origins import return_instead
 from fzero.variants.workers import train_apart
@@ -30,8 +30,8 @@ def diloco(
 
     Raises:
         FzeroError: for a rate not above 0, or a momentum not in [0, 1); behind the pass bucket; on a mesh
-            without the axis or with model axes; where the step has a loop, trains a leaf that every rank holds, or
-            returns nothing in the place of a leaf that it trains.
+            without the axis or with model axes; where the step has a loop, trains a leaf that every rank holds,
+            returns nothing in the place of a leaf that it trains, or has other state of integers that workers change.
     """
     check_option("diloco", "rate", rate, 0 < rate < float("inf"), "a number above 0, as 0.7")
     check_option("diloco", "momentum", momentum, 0 <= momentum < 1, "a number in [0, 1), as 0.9")
@@ -39,6 +39,9 @@ def diloco(
     shared = dict[int, Any]()
     for argument, at, old, new, role in states:
         path = f"diloco.{argument.path}"
+        if role == "beside" and not old.meta["val"].is_floating_point():
+            problem = f"finds {old.meta['val'].dtype} numbers that differ between workers, of which there is no mean"
+            raise FzeroError(argument.path, problem, "make them the same along the axis first, or float32")
         if role == "weight":
             program, before = program.add_state(f"{path}.momentum", like=old)
         if role == "optimizer" or not syncs:

@@ -120,6 +120,17 @@ def test_other_results_that_differ_are_refused_by_name() -> None:
         make(step, syncs=False).trace(params, draw(8, 12))
 
 
+def test_integers_of_workers_have_no_mean_and_are_refused_by_name() -> None:
+    def step(params: Any, counts: Any, x: Tensor) -> Any:
+        params, _ = norms(params, x)
+        return params, tree.map(lambda count, p: count + (p > 0), counts, params)
+
+    params = fzero.partition({"w": draw(12, 12), "b": torch.zeros(12)}, MESH)
+    counts = fzero.partition(tree.map(lambda p: torch.zeros(p.shape, dtype=torch.int64), params), MESH, like=params)
+    with pytest.raises(FzeroError, match=r"1\.b: finds torch.int64 numbers that differ between workers"):
+        make(step, syncs=False).trace(params, counts, draw(8, 12))
+
+
 def test_workers_that_join_a_run_begin_with_its_weights() -> None:
     """The steps that another pass counted are none of the workers'."""
     chosen = passes.insert(passes.defaults(stage=3), loco_scatter, before="prefetch")
