@@ -176,6 +176,14 @@ def test_public_names_are_few() -> None:
 MAX_CLASS_NAMES_OF_SEVERAL = 20
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """They are no packages, so that Python knows one file of a name. Property tests are packages."""
+    names = [
+        path.name for path in Path(__file__).parent.rglob("*.py") if path.name not in ("__init__.py", "conftest.py")
+    ]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_few_class_names_have_two_meanings() -> None:
     """Of public ones. A few are names of others, such as Accelerator and OneCycle."""
     homes: dict[str, list[str]] = {}
