@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from fzero.base.text_files import write_text
 
 _log = logging.getLogger("fzero")
 GRADIENTS, UPDATE = "forward and backward", "update"
@@ -89,7 +90,6 @@ def render_profile(
 def _put(text: str, path: str | None) -> None:
     """Print a text, or write it to a file, as DeepSpeed does."""
     if path:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
+        write_text("flops_profiler.output_file", path, text, parents=True)
     else:
         sys.stdout.write(text)

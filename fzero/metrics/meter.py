@@ -33,11 +33,13 @@ class Meter:
     """Metrics of a run by torchtitan's names, which the first rank of the mesh writes to `sinks`. docs/metrics.md says
     what each name means.
 
+        program = None
         with fzero.metrics.Meter(mesh, fzero.metrics.jsonl("run.jsonl"), every=10) as meter:
             for _ in range(1000):
                 with meter.loading():
                     batch = next(batches)
-                program = step.program(params, opt_state, batch)
+                if program is None:  # where batches change in length: at each step
+                    program = step.program(params, opt_state, batch)
                 params, opt_state, loss = step(params, opt_state, batch)
                 meter.record(loss, tokens=batch.numel(), program=program)
 

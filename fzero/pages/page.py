@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -14,8 +14,8 @@ from fzero.pages.charts import Bar, draw_bars, draw_lanes, draw_legend, draw_sta
 from fzero.pages.style import STYLE
 from fzero.program.flops import count_flops
 from fzero.program.largest import WITHIN, list_alive
-from fzero.program.listing import summarize_program
 from fzero.program.operation import Node
+from fzero.program.peak import Memory
 from fzero.program.program import Program
 from fzero.program.records import body_of, name_of, starts
 from fzero.program.timeline import Timeline, Transfer
@@ -32,19 +32,20 @@ def draw_page(program: Program, limit: int | None = None) -> str:
     """One HTML page: what a step holds at each of its operations, beside a `limit` in bytes; when it computes and
     communicates; how its state is cut; its listing; what each line of the user's code takes. It has no script, and
     refers to nothing."""
-    timeline, memory = program.timeline(), program.memory()
+    timeline, memory, listing = program.timeline(), program.memory(), str(program)
+    flops, summary = count_flops(program), listing.partition("\n")[0]
     of_rank = f"Of the rank with the highest peak, {memory.summary}."
     parts = [
-        f"<h1>{escape(program.name)}</h1><p>{escape(summarize_program(program))}</p>",
-        _draw_tiles(program, timeline),
+        f"<h1>{escape(program.name)}</h1><p>{escape(summary)}</p>",
+        _draw_tiles(program, timeline, memory, sum(flops.values())),
         _draw_panel("Memory over the step", _draw_memory(program, limit), of_rank),
         _draw_panel("Alive at the peak", _draw_largest(program)),
         _draw_panel("Time", _draw_time(timeline), "By the rates of this step; <code>calibrate</code> measures them."),
         _draw_panel("Communication", _draw_communication(timeline)),
         _draw_panel("State in slices", _draw_buckets(program), "The leaves of each bucket, and the borders of ranks."),
-        _draw_panel("Program", f"<pre>{escape(str(program))}</pre>"),
+        _draw_panel("Program", f"<pre>{escape(listing)}</pre>"),
         _draw_panel("By line of your code", _draw_lines(program)),
-        _draw_panel("By layer", _draw_layers(program)),
+        _draw_panel("By layer", _draw_layers(flops)),
     ]
     if program.plan is not None:
         parts.insert(2, _draw_panel("Plan", f"<pre>{escape(str(program.plan))}</pre>"))
@@ -59,11 +60,10 @@ def _draw_panel(title: str, body: str, note: str = "") -> str:
     return f"<details open><summary>{escape(title)}</summary>{shown}{body}</details>"
 
 
-def _draw_tiles(program: Program, timeline: Timeline) -> str:
-    flops = sum(count_flops(program).values())
+def _draw_tiles(program: Program, timeline: Timeline, memory: Memory, flops: int) -> str:
     moved = sum(entry.nbytes for entry in program.comm())
     tiles = {
-        "peak of a rank": format_size(program.memory().peak),
+        "peak of a rank": format_size(memory.peak),
         "a step": write_seconds(timeline.seconds),
         "waiting": f"{timeline.exposed / timeline.seconds:.0%}" if timeline.seconds else "0%",
         "moved": format_size(moved),
@@ -197,9 +197,9 @@ def _draw_lines(program: Program) -> str:
     return _draw_table(("compute", "operations", "line"), rows)
 
 
-def _draw_layers(program: Program) -> str:
-    found = _fold(count_flops(program).items(), lambda layer: _NUMBER.sub("*", layer))
-    rows = [(layer, str(n), write_flops(flops)) for layer, n, flops in found]
+def _draw_layers(flops: Mapping[str, int]) -> str:
+    found = _fold(flops.items(), lambda layer: _NUMBER.sub("*", layer))
+    rows = [(layer, str(n), write_flops(total)) for layer, n, total in found]
     return _draw_table(("layer or operation", "of them", "flops of a rank"), rows)
 
 

@@ -31,3 +31,10 @@ def test_a_path_that_cannot_be_written_is_named(path: Any, words: str) -> None:
     with pytest.raises(FzeroError) as error:
         write_text("page", path, "text")
     assert words in str(error.value)
+
+
+def test_folders_are_made_where_they_are_wanted(tmp_path: Path) -> None:
+    write_text("page", tmp_path / "a" / "b" / "page", "text", parents=True)
+    assert (tmp_path / "a" / "b" / "page").read_text() == "text"
+    with pytest.raises(FzeroError, match="is not written"):
+        write_text("page", tmp_path / "a" / "b" / "page" / "c", "text", parents=True)
