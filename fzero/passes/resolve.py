@@ -34,7 +34,7 @@ def resolve(program: Program) -> Program:
       copied as well.
     * A leaf or a reduced value that `as_strided` looks into is copied: it becomes a view of a buffer, and `as_strided`
       counts elements from the start of the memory.
-    * Each result notes the axes along which it varies (`Result.varies`).
+    * Each result that is neither state nor of a given kind notes the axes along which it varies (`Result.varies`).
     * On a mesh with model axes a random draw notes the axes along which it differs.
 
     Raises:
@@ -169,13 +169,14 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
 
 
 def _note_axes(program: Program, kinds: dict[Node, Kind]) -> Program:
-    """The program with the axes along which each result varies."""
+    """The program with the axes along which each result varies that has no kind of its own."""
     nodes = iter(program.output.args[0])
 
     def note(result: Any) -> Any:
         if result.is_constant:
             return result
         kind = kinds[next(nodes)]
-        return replace(result, varies=axes_of(program, kind)) if result.bucket is None else result
+        is_known = result.bucket is not None or result.kind is not None  # its kind has the axes
+        return result if is_known else replace(result, varies=axes_of(program, kind))
 
     return replace(program, results=tuple(map(note, program.results)))

@@ -70,10 +70,10 @@ class Result:
     """A leaf of the tree that the step returns: state (`bucket`, `leaf`), another tensor (`bucket` None), or a
     `constant`.
 
-    `varies` names the mesh axes along which a tensor that is no state differs between ranks, once the pass `resolve`
-    has noted them; else it is None. A result of a loop's body has the `kind` that it may have in all turns. State is
-    returned in `place`, None for the device. `replaces` is the path of the argument in whose place it stands: both are
-    leaves of trees of one structure. "" where there is none.
+    `varies` names the mesh axes along which a tensor that is no state and has no `kind` differs between ranks, once the
+    pass `resolve` has noted them; else it is None. A carry of a loop has the `kind` that it may have in all turns. State
+    is returned in `place`, None for the device. `replaces` is the path of the argument in whose place it stands: both
+    are leaves of trees of one structure. "" where there is none.
     `own` is as in `Argument`.
     """
 
