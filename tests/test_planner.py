@@ -41,6 +41,14 @@ def test_a_forecast_has_the_bytes_of_the_step(capsys: pytest.CaptureFixture[str]
     assert alone["flops"] > found["flops"] and alone["moved"].keys() == {"fsdp"}
 
 
+def test_selective_keeps_attention_and_every_other_product(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    """Of the products q, k, v, o, gate, up and down of a layer, in this order, k, o and up are computed again."""
+    given = ("--config", config, "--length", "32", "--batch", "2", "--mesh", "fsdp=2", "--json")
+    kept, selective = (json.loads(plan(capsys, *given, *how)) for how in ((), ("--remat", "selective")))
+    assert selective["flops"] - kept["flops"] == 2 * 2 * 64 * (2 * 64 * 64 + 64 * 96)
+    assert selective["peak"] < kept["peak"]
+
+
 def test_a_text_says_what_does_not_fit_and_what_to_try(
     capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stage", type=int, choices=(1, 2, 3), help="by default 3")
     how.add_argument("--memory", help='a budget that a plan is searched within, as "70GiB"')
-    parser.add_argument("--remat", action="store_true", help="the backward pass computes each layer again")
+    parser.add_argument(
+        "--remat",
+        nargs="?",
+        const="layers",
+        choices=("layers", "selective"),
+        help='what the backward pass computes again: each layer, or with "selective" a layer without attention and '
+        "every other matrix product",
+    )
     parser.add_argument("--html", type=Path, help="a file to write a page with pictures to")
     parser.add_argument("--json", action="store_true", help="numbers in bytes and seconds, in the place of a text")
 
@@ -125,7 +132,7 @@ def _list_ways(found: Forecast, options: argparse.Namespace) -> list[str]:
     """What may make a step fit, the cheapest first, as options of the command."""
     short = found.peak / HARDWARE[options.hardware].nbytes
     ways = [
-        ("--remat: layers are computed again, for about a third more compute", not options.remat),
+        ("--remat: layers are computed again, for about a third more compute", options.remat != "layers"),
         (f"--memory {int(HARDWARE[options.hardware].nbytes * 0.95) >> 30}GiB: a search decides what is computed again",
          options.memory is None),
         (f"--microbatches {options.batch}: one row at a time", options.batch > options.microbatches),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fzero.base import tree
@@ -25,20 +26,43 @@ from fzero.simulation import simulate
 from fzero.values.gradients import value_and_grad
 from fzero.values.microbatches import accumulate
 from fzero.values.precision import precision
+from fzero.values.regions import DOTS
 
 
 class Recipe(NamedTuple):
     """What is trained, and how: `batch` rows of `length` tokens for each group of ranks that share examples, in
-    `microbatches`, float32 weights and state, `compute` in another dtype. With `remat` the backward pass computes each
-    layer again. `memory` is a budget in bytes, in the place of the `stage`."""
+    `microbatches`, float32 weights and state, `compute` in another dtype. `remat` is a key of `REMAT`: what the
+    backward pass computes again. `memory` is a budget in bytes, in the place of the `stage`."""
 
     batch: int = 1
     length: int = 4096
     microbatches: int = 1
     stage: int | None = None
     memory: str | None = None
-    remat: bool = False
+    remat: str | None = None
     compute: torch.dtype = torch.bfloat16
+
+
+def _select_half() -> Any:
+    """A policy that keeps attention and every other matrix product of a layer, from the first on. It is torchtitan's
+    selective activation checkpointing with the option "op" (pytorch/torchtitan at 9dec370)."""
+    products = 0
+
+    def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        nonlocal products
+        name = operation.__name__.partition(".")[0]
+        products += name == "mm"
+        return name in DOTS and (name != "mm" or products % 2 == 1)
+
+    return create_selective_checkpoint_contexts(keep)
+
+
+REMAT: dict[str, dict[str, Any]] = {
+    "layers": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": _select_half},
+}
+"""What is computed again -> the keywords of torch.utils.checkpoint around each layer: all of a layer, or all but
+attention and every other matrix product."""
 
 
 class Traced(NamedTuple):
@@ -78,7 +102,7 @@ class Forecast(NamedTuple):
         return self.flops / self.seconds / hardware.flops
 
 
-def make_model(config: Path, remat: bool) -> Any:
+def make_model(config: Path, remat: str | None) -> Any:
     """The model of a config.json of transformers, a decoder, on the meta device."""
     if not config.exists():
         raise FzeroError(str(config), "is not there", "give a config.json, or a folder that has one")
@@ -89,8 +113,9 @@ def make_model(config: Path, remat: bool) -> Any:
     except Exception as error:  # of any class: transformers checks a configuration by classes of others
         problem = f"is no configuration of a decoder of transformers: {error}"
         raise FzeroError(str(config), problem, "give a config.json, or a folder that has one") from error
-    if remat:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # before 5.24
+    if remat is not None:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # before 5.24
+        enable(REMAT[remat])
     return model
 
 
