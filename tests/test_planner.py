@@ -10,6 +10,8 @@ import torch
 
 import fzero
 from fzero.__main__ import main
+from fzero.planner.forecast import Forecast
+from fzero.planner.sweep import Candidate, list_meshes, rank_candidates
 from fzero.program.hardware import ATTAINED, HARDWARE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -66,6 +68,46 @@ def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], c
     assert plan(capsys, *given) == plan(capsys, *given, "--html", str(page))
     assert 'class="limit"' in page.read_text(), "the memory of the device is not drawn"
     assert "is not written" in plan(capsys, *given, "--html", str(page / "inside"))
+
+
+def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
+    capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (Path(config) / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(host=2))
+    rows = json.loads(plan(capsys, "--config", config, "--length", "8", "--hardware", "h200", "--json", "--sweep", "2"))
+    tried = [(*row["mesh"].items(), row["microbatches"]) for row in rows]
+    assert sorted(tried) == [(("fsdp", 1), ("tp", 2), 1), (("fsdp", 1), ("tp", 2), 2), (("fsdp", 2), 1)]
+    rates = [row["tokens_a_second"] for row in rows]
+    assert rates == sorted(rates, reverse=True) and all(row["fits"] and row["tokens"] == 2 * 8 for row in rows)
+
+
+def test_a_sweep_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    (Path(config) / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    given = ("--config", config, "--length", "8", "--sweep", "1", "--hardware", "h200")
+    fits = plan(capsys, *given).splitlines()
+    assert fits[0].startswith("1 x h200 with 131.3 GiB") and fits[2].startswith("fsdp=1 ") and len(fits) == 3
+    assert "least peak" in plan(capsys, *given, "--memory", "1KiB").splitlines()[2]
+    assert "many" in plan(capsys, *given, "--html", "page.html")
+
+
+def test_a_sweep_keeps_model_axes_inside_of_a_host() -> None:
+    def names(*given: int, experts: bool = False) -> list[str]:
+        return [str(Candidate(mesh, 1)) for mesh in list_meshes(*given, experts)]
+
+    assert names(6, 4) == ["fsdp=6", "fsdp=3,tp=2"]
+    assert names(8, 2, experts=True) == [
+        "fsdp=8", "replica=4,fsdp=2", "fsdp=4,ep=2", "fsdp=4,tp=2"
+    ]  # fmt: skip
+
+
+def test_the_fastest_that_fits_is_first() -> None:
+    slow = Forecast(1, 1, 1, 0, 10, [], {}, 2.0, 2.0, 0, 1, ())
+    fits = Candidate(fzero.VirtualMesh(fsdp=1), 1, slow)
+    fast = fits._replace(found=slow._replace(seconds=1.0))
+    large = fast._replace(found=slow._replace(seconds=0.5, peak=20), problem="needs more memory")
+    refused = fits._replace(found=None, problem="has 4 heads")
+    assert rank_candidates([refused, large, fits, fast]) == [fast, fits, large, refused]
 
 
 def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.base.text_files import write_text
 from fzero.pages.page import draw_page
-from fzero.program.hardware import ATTAINED, HARDWARE
+from fzero.program.hardware import ATTAINED, HARDWARE, Hardware
 from fzero.program.rates import Rates, read_rates
 
 if TYPE_CHECKING:
-    from fzero.planner.forecast import Forecast
+    from fzero.planner.forecast import Forecast, Recipe
+    from fzero.planner.sweep import Candidate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--config", type=Path, required=True, help="a config.json of transformers, or its folder")
-    parser.add_argument(
-        "--mesh", required=True, help='axes and ranks, as in fsdp=64,tp=8; "tp" and "ep" share examples'
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--mesh", help='axes and ranks, as in fsdp=64,tp=8; "tp" and "ep" share examples')
+    where.add_argument(
+        "--sweep", type=count, metavar="RANKS", help="rank the meshes of so many ranks; --batch is of a rank"
     )
     parser.add_argument("--hardware", choices=HARDWARE, default="h100-sxm", help="of which data sheets are known")
     parser.add_argument("--rates", type=Path, help="a file of JSON with fields of fzero.Rates, such as measured ones")
@@ -64,29 +70,69 @@ def print_plan(options: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise FzeroError("plan", f"needs {error.name}, which is not installed", "pip install 'fzero[hf]'") from error
 
-    mesh, hardware = read_mesh("--mesh", options.mesh), HARDWARE[options.hardware]
-    for axis in mesh.names:
-        if axis not in _AXES:
-            raise FzeroError("--mesh", f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
-    rates = hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh)
     if options.memory is not None:
         parse_size("--memory", options.memory)
     given = options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat
-    recipe = forecast.Recipe(*given)
+    recipe, hardware = forecast.Recipe(*given), HARDWARE[options.hardware]
+    if options.sweep is not None:
+        _print_sweep(options, recipe)
+        return
+    mesh = read_mesh("--mesh", options.mesh)
+    for axis in mesh.names:
+        if axis not in _AXES:
+            raise FzeroError("--mesh", f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
+    rates = choose_rates(options, mesh)
     traced = forecast.trace_step(options.config, mesh, recipe, rates)
     found = forecast.summarize(traced)
     if options.html is not None:
         write_text("--html", options.html, draw_page(traced.program, hardware.nbytes))
     if options.json:
-        rows = found._asdict() | {
-            "tokens_a_second": found.tokens_a_second,
-            "utilization": found.utilization(hardware),
-            "fits": found.peak <= hardware.nbytes,
-            "rates": rates._asdict(),
-        }
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(to_dict(found, hardware) | {"rates": rates._asdict()}, indent=2))
     else:
         print("\n".join(describe(found, options, mesh)))
+
+
+def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
+    """Print the meshes of so many ranks, the fastest that fits first. What is planned by now goes to stderr."""
+    from fzero.planner.sweep import rank_candidates, sweep_meshes
+
+    if options.html is not None:
+        raise FzeroError(
+            "--html", "is a page of one plan, and --sweep makes many", "give --mesh in the place of --sweep"
+        )
+    hardware, rates_of = HARDWARE[options.hardware], partial(choose_rates, options)
+    tried: list[Candidate] = []
+    for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):
+        print(f"{candidate}: {candidate.problem or 'fits'}", file=sys.stderr, flush=True)
+        tried.append(candidate)
+    ranked = rank_candidates(tried)
+    if options.json:
+        rows = []
+        for mesh, parts, found, problem in ranked:
+            row = {"mesh": {axis: mesh.size(axis) for axis in mesh.names}, "microbatches": parts, "problem": problem}
+            rows.append(row | (to_dict(found, hardware) if found is not None else {}))
+        print(json.dumps(rows, indent=2))
+    else:
+        print("\n".join(tabulate(ranked, options)))
+
+
+def limit_of(options: argparse.Namespace) -> int:
+    """The bytes that a step may take: the budget, or else the memory of the device."""
+    return HARDWARE[options.hardware].nbytes if options.memory is None else parse_size("--memory", options.memory)
+
+
+def choose_rates(options: argparse.Namespace, mesh: VirtualMesh) -> Rates:
+    """The rates of a file, or else those of data sheets."""
+    return HARDWARE[options.hardware].rates(mesh) if options.rates is None else read_file(options.rates, mesh)
+
+
+def to_dict(found: Forecast, hardware: Hardware) -> dict[str, Any]:
+    """A forecast as plain data."""
+    return found._asdict() | {
+        "tokens_a_second": found.tokens_a_second,
+        "utilization": found.utilization(hardware),
+        "fits": found.peak <= hardware.nbytes,
+    }
 
 
 def read_file(path: Path, mesh: VirtualMesh) -> Rates:
@@ -103,6 +149,27 @@ def read_file(path: Path, mesh: VirtualMesh) -> Rates:
     if unknown := [axis for axis, _ in rates.axes if not mesh.has(axis)]:
         raise FzeroError(str(path), f"has rates of {unknown}, and {mesh} has no such axis", "give those of this mesh")
     return rates
+
+
+def tabulate(ranked: Sequence[Candidate], options: argparse.Namespace) -> list[str]:
+    """A sweep as lines: a row for each mesh, in this order."""
+    hardware, limit = HARDWARE[options.hardware], format_size(limit_of(options))
+    lines = [
+        f"{options.sweep:,} x {options.hardware} with {limit}, {options.batch} x {options.length:,} tokens a rank",
+        f"{'mesh':<28}{'parts':>6}{'memory':>12}{'s a step':>10}{'waiting':>9}"
+        f"{'tokens/s':>10}{'in all':>14}{'of flops':>10}",
+    ]
+    for candidate in ranked:
+        start = f"{candidate!s:<28}{candidate.microbatches:>6}"
+        if (found := candidate.found) is None:
+            lines.append(f"{start}  {candidate.problem}")
+            continue
+        waiting, of_flops = (found.seconds - found.busy) / found.seconds, found.utilization(hardware)
+        lines.append(
+            f"{start}{format_size(found.peak):>12}{found.seconds:>10.3f}{waiting:>9.1%}{found.tokens_a_second:>10,.0f}"
+            f"{found.tokens / found.seconds:>14,.0f}{of_flops:>10.1%}  {candidate.problem}".rstrip()
+        )
+    return lines
 
 
 def describe(found: Forecast, options: argparse.Namespace, mesh: VirtualMesh) -> list[str]:

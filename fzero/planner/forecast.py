@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,21 +104,39 @@ class Forecast(NamedTuple):
         return self.flops / self.seconds / hardware.flops
 
 
-def make_model(config: Path, remat: str | None) -> Any:
-    """The model of a config.json of transformers, a decoder, on the meta device."""
+def read_config(config: Path) -> Any:
+    """The configuration in a config.json of transformers."""
     if not config.exists():
         raise FzeroError(str(config), "is not there", "give a config.json, or a folder that has one")
-    try:
-        described = AutoConfig.from_pretrained(config, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32).train()
-    except Exception as error:  # of any class: transformers checks a configuration by classes of others
-        problem = f"is no configuration of a decoder of transformers: {error}"
-        raise FzeroError(str(config), problem, "give a config.json, or a folder that has one") from error
+    with _name_problems(config):
+        return AutoConfig.from_pretrained(config, local_files_only=True)
+
+
+def has_experts(config: Path) -> bool:
+    """Whether the layers of a model have experts."""
+    described = read_config(config).get_text_config()
+    return any(getattr(described, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def make_model(config: Path, remat: str | None) -> Any:
+    """The model of a config.json of transformers, a decoder, on the meta device."""
+    described = read_config(config)
+    with _name_problems(config), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described, dtype=torch.float32).train()
     if remat is not None:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # before 5.24
         enable(REMAT[remat])
     return model
+
+
+@contextmanager
+def _name_problems(config: Path) -> Iterator[None]:
+    """Errors of transformers, of any class, because it checks a configuration by classes of others."""
+    try:
+        yield
+    except Exception as error:
+        problem = f"is no configuration of a decoder of transformers: {error}"
+        raise FzeroError(str(config), problem, "give a config.json, or a folder that has one") from error
 
 
 def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> Traced:
