@@ -80,6 +80,7 @@ def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
     assert sorted(tried) == [(("fsdp", 1), ("tp", 2), 1), (("fsdp", 1), ("tp", 2), 2), (("fsdp", 2), 1)]
     rates = [row["tokens_a_second"] for row in rows]
     assert rates == sorted(rates, reverse=True) and all(row["fits"] and row["tokens"] == 2 * 8 for row in rows)
+    assert all(("fsdp" in row["moved"]) == (row["mesh"]["fsdp"] > 1) for row in rows), "one rank sends nothing"
 
 
 def test_a_sweep_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], config: str) -> None:

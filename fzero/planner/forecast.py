@@ -180,7 +180,8 @@ def summarize(traced: Traced) -> Forecast:
     program, parameters, tokens = traced
     timeline, moved = program.timeline(), Counter[str]()
     for entry in program.comm():
-        moved[entry.axis] += entry.nbytes
+        if program.mesh.size(entry.axis) > 1:
+            moved[entry.axis] += entry.nbytes
     held = zip(program.arguments, program.placeholders)
     return Forecast(
         parameters=parameters,
