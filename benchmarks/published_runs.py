@@ -1,0 +1,134 @@
+"""The runs of `published.py`: who published what, and how the run is written for the planner.
+
+Sources, read on 2026-11-26:
+
+* torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, at the commit 9dec370 that it names. Its
+  memory is what the allocator has reserved (train.py).
+* llama-3: 405B in bfloat16, arXiv 2407.21783, table 4: TFLOPS of a GPU. Tokens a second are those of
+  6 N + 6 x layers x width x length flops a token.
+* nanotron: huggingface.co/nanotron/old_bench, log_metrics.csv of each run, with the model and options of
+  huggingface/bench_cluster at 95c1ce1. Its memory is what tensors take (max_memory_allocated).
+* ZeRO: arXiv 1910.02054, figure 1: bytes of model states by a formula, for 7.5 billion parameters on 64 ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Run(NamedTuple):
+    """A published run. `memory` in GiB and `rate` in tokens a second, of one rank. The rest is how it is planned, and
+    `reasons` has the letters of what the prediction lacks."""
+
+    name: str
+    what: str
+    model: str
+    mesh: str
+    batch: int
+    length: int
+    memory: float | None = None
+    rate: float | None = None
+    hardware: str = "h100-hbm2e"
+    microbatches: int = 1
+    stage: int | None = None
+    remat: str | None = None
+    reasons: tuple[str, ...] = ()
+
+
+def _llama(width: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return {"model_type": "llama", **sizes, "num_attention_heads": heads, "num_key_value_heads": keys, **more}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "8b": _llama(4096, 14336, 32, 32, 8, 128256),
+    "70b": _llama(8192, 28672, 80, 64, 8, 128256),
+    "405b": _llama(16384, 53248, 126, 128, 8, 128256),
+    "1b": _llama(2048, 4096, 24, 32, 32, 50264, tie_word_embeddings=True),  # 50,257 words, padded for eight ranks
+    "7.5b": {"model_type": "gpt2", "n_embd": 4096, "n_layer": 36, "n_head": 32, "vocab_size": 50257},
+}
+
+_FLOPS_405B = 6 * 405.9e9 + 6 * 126 * 16384 * 8192
+_ZERO = 2**30 / 1e9  # the figure has GB
+
+
+def _torchtitan(name: str, what: str, mesh: str, memory: float, rate: float, *reasons: str) -> Run:
+    run = Run(f"torchtitan-8b-{name}", f"torchtitan 8B, {what}", "8b", mesh, 2, 8192, memory, rate)
+    return run._replace(remat="selective", reasons=reasons)
+
+
+def _large(
+    name: str, what: str, model: str, mesh: str, batch: int, length: int, memory: float, rate: float, *reasons: str
+) -> Run:
+    run = Run(f"torchtitan-{name}", f"torchtitan {what}", model, mesh, batch, length, memory, rate)
+    return run._replace(remat="layers", reasons=reasons)
+
+
+def _llama_3(ranks: int, mesh: str, batch: int, flops: float) -> Run:
+    run = Run(f"llama-3-{ranks}", f"Llama-3 405B, {ranks:,} ranks, TP 8 PP 16", "405b", mesh, batch, 8192)
+    return run._replace(rate=flops / _FLOPS_405B, hardware="h100-sxm", remat="layers", reasons=("f",))
+
+
+def _nanotron(ranks: str, mesh: str, batch: int, parts: int, mebibytes: float, rate: float) -> Run:
+    run = Run(f"nanotron-{ranks}", f"nanotron 1B, {ranks}", "1b", mesh, batch * parts, 4096, mebibytes / 1024, rate)
+    return run._replace(hardware="h100-sxm", microbatches=parts, stage=1, reasons=("d", "e"))
+
+
+def _zero(stage: int, mesh: str, gigabytes: float, *reasons: str) -> Run:
+    run = Run(f"zero-{stage}", f"ZeRO's figure 1, stage {stage}", "7.5b", mesh, 1, 64, gigabytes / _ZERO)
+    return run._replace(hardware="h100-sxm", stage=stage or None, reasons=reasons)
+
+
+RUNS = [
+    _torchtitan("8", "8 ranks", "fsdp=8", 82.4, 5762, "a"),
+    _torchtitan("8-compile", "8 ranks, compiled", "fsdp=8", 77.0, 6667, "a", "b"),
+    _torchtitan("8-float8", "8 ranks, compiled, float8", "fsdp=8", 76.8, 8532, "a", "b", "c"),
+    _torchtitan("128", "128 ranks", "fsdp=128", 67.0, 5605, "a"),
+    _torchtitan("128-compile", "128 ranks, compiled", "fsdp=128", 62.0, 6514, "a", "b"),
+    _torchtitan("128-float8", "128 ranks, compiled, float8", "fsdp=128", 61.8, 8380, "a", "b", "c"),
+    _large("32k", "8B, 8 ranks, compiled, float8", "8b", "fsdp=8", 1, 32768, 83.9, 3890, "a", "b", "c"),
+    _large("70b", "70B, 256 ranks, compiled, float8", "70b", "fsdp=32,tp=8", 16, 8192, 71.9, 829, "b", "c", "d"),
+    _large("70b-async", "70B, the same with AsyncTP", "70b", "fsdp=32,tp=8", 16, 8192, 67.6, 876, "b", "c", "d"),
+    _llama_3(16384, "fsdp=2048,tp=8", 1, 400e12),
+    _nanotron("dp4 tp2, 8 rows", "fsdp=4,tp=2", 8, 32, 43650.72, 33200),
+    _nanotron("dp2 tp4, 8 rows", "fsdp=2,tp=4", 8, 64, 25808.34, 27700),
+    _nanotron("dp1 tp8, 8 rows", "fsdp=1,tp=8", 8, 128, 16891.31, 20100),
+    _nanotron("dp4 tp4, 16 rows", "fsdp=4,tp=4", 16, 16, 47549, 25400),
+    _zero(0, "replica=64,fsdp=1", 120.0),
+    _zero(1, "fsdp=64", 31.4),
+    _zero(2, "fsdp=64", 16.6, "g"),
+    _zero(3, "fsdp=64", 1.9, "g"),
+]
+
+REASONS: dict[str, str] = {
+    "a": "torchtitan publishes what the allocator has reserved, and a plan counts live tensors. By its code, "
+    "torchtitan's loss also holds three float32 tensors of the size of the logits, and fzero's one and "
+    "one in bfloat16: 11.7 GiB more at 2 x 8192 tokens, 23.5 at 32768. It keeps the last product of each "
+    "layer, which no backward pass reads (4.0 GiB, not when compiled), and the gathered embedding (1.0). "
+    "With these the live tensors are 68 of 82.4 GiB on 8 ranks, and 58 of 67.0 on 128. The rest is "
+    "between reserved and live.",
+    "b": "compiled layers, whose elementwise operations are fused. A plan reckons each operation by itself.",
+    "c": "matrix products in float8. A plan multiplies in bfloat16.",
+    "d": 'sequence parallelism, and a loss over parts of the vocabulary. Along "tp" transformers\' plan has the '
+    "residual stream, the norms and the logits whole on each rank: at 70B 94 GiB of logits and 160 GiB of "
+    "inputs of layers, which torchtitan has an eighth of; in nanotron's runs 9.2 GiB of logits at 8 rows. "
+    "Norms are computed by each rank too.",
+    "e": "fused norms, and causal attention without a mask. transformers' RMSNorm keeps a float32 copy of its "
+    "input and steps between: 27 GiB at dp4 tp2. A trace makes transformers build a mask for packed "
+    "documents, which each layer keeps in bfloat16: 6 GiB. These operations are bound by memory: matrix "
+    "products are 0.16 of 0.60 s of compute.",
+    "f": "a pipeline: the run had 16 stages, and the plan cuts weights over 2,048 ranks in their place. Each "
+    "weight is gathered for one row of eight ranks, so that 7.5 of 15.9 s wait for the wire between "
+    "hosts.",
+    "g": "the figure has model states alone. The peak of a plan has the float32 gradients of two layers on "
+    "their way (1.6 GB), the gathered weights, and the gradient of the embedding besides. State and its "
+    "slices of gradients alone are 1.87 GB at stage 3.",
+}
+
+LACKS = [
+    "torchtitan 405B on 512 ranks (FSDP 8, TP 8, PP 8), also with CP: a plan has no axis of pipeline stages.",
+    "torchtitan 8B with CP 2, 4 and 8 at 65,536 to 262,144 tokens: a plan has no axis for parts of a sequence.",
+    "Llama-3 405B on 8,192 ranks, and with CP 16: as row f.",
+    "nanotron tp4 pp4: pipeline stages.",
+    "ALST: its longest lengths have no bytes or seconds, the optimizer is on the host, and ranks share rows.",
+]
