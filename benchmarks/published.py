@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import machine
 from published_runs import LACKS, MODELS, REASONS, RUNS, Run
 
 from fzero.base.mesh import read_mesh
@@ -51,7 +50,7 @@ def main() -> int:
         try:
             if step not in planned:  # runs that differ in what the planner lacks are one step to it
                 done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=options.cap)
-                planned[step] = json.loads(done.stdout.splitlines()[-1]) | {"commit": machine()["commit"]}
+                planned[step] = json.loads(done.stdout.splitlines()[-1])
         except subprocess.SubprocessError as error:
             print(run.name, getattr(error, "stderr", None) or error, file=sys.stderr)
             failed.append(run.name)

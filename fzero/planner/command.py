@@ -104,7 +104,7 @@ def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
     tried: list[Candidate] = []
     for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):
         print(
-            f"{candidate}, {candidate.microbatches} parts: {candidate.problem or 'fits'}", file=sys.stderr, flush=True
+            f"{candidate} parts={candidate.microbatches}: {candidate.problem or 'fits'}", file=sys.stderr, flush=True
         )
         tried.append(candidate)
     ranked = rank_candidates(tried)
