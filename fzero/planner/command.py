@@ -103,9 +103,7 @@ def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
     hardware, rates_of = HARDWARE[options.hardware], partial(choose_rates, options)
     tried: list[Candidate] = []
     for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):
-        print(
-            f"{candidate} parts={candidate.microbatches}: {candidate.problem or 'fits'}", file=sys.stderr, flush=True
-        )
+        print(f"{candidate} parts={candidate.microbatches}: {candidate.problem or 'fits'}", file=sys.stderr, flush=True)
         tried.append(candidate)
     ranked = rank_candidates(tried)
     if options.json:
