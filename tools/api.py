@@ -53,9 +53,11 @@ class Import(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a name is defined, and by which statement; None for a module, or a name from outside of fzero."""
+    """Where a name is defined, what it is called there, and by which statement; None for a module, or a name from outside
+    of fzero."""
 
     module: str
+    name: str
     node: ast.stmt | None
 
 
@@ -70,6 +72,8 @@ def definitions(module: str) -> dict[str, ast.stmt | Import]:
                 found[name] = node
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                 found[name] = node
+            case ast.Assign(targets=[ast.Tuple(elts=elements)]):
+                found |= {each.id: node for each in elements if isinstance(each, ast.Name)}
             case ast.ImportFrom(module=str(origin), names=names):
                 found |= {alias.asname or alias.name: Import(origin, alias.name) for alias in names}
             case ast.Import(names=names):
@@ -83,9 +87,9 @@ def find(module: str, name: str) -> Found:
     """The definition of a module's name, through all imports."""
     known = definitions(module).get(name) if module in MODULES else None
     if not isinstance(known, Import):
-        return Found(module, known)
+        return Found(module, name, known)
     inner = f"{known.origin}.{known.name}".rstrip(".")
-    return Found(inner, None) if inner in MODULES else find(known.origin, known.name)
+    return Found(inner, "", None) if inner in MODULES else find(known.origin, known.name)
 
 
 def list_names(module: str) -> list[str]:
@@ -101,7 +105,7 @@ def list_modules() -> Iterator[tuple[str, str]]:
     """`(public name, module)` of every public module."""
     yield "fzero", "fzero"
     for name in list_names("fzero"):
-        module, node = find("fzero", name)
+        module, _, node = find("fzero", name)
         if node is None and module in MODULES:
             yield f"fzero.{name}", module
     rooms = definitions("fzero")["_ROOMS"]
@@ -110,17 +114,23 @@ def list_modules() -> Iterator[tuple[str, str]]:
     yield from ((name, name) for name in FAMILIES)
 
 
+def list_variants() -> list[str]:
+    """The functions that have their file's names; helpers of variants have others."""
+    parts = [(module, module.rpartition(".")) for module in MODULES]
+    return [
+        f"{module}.{name}"
+        for module, (room, _, name) in parts
+        if room == "fzero.variants" and name in definitions(module)
+    ]
+
+
 def list_surface() -> dict[str, str]:
     """Public name -> the rest of its line: a signature, a value, or nothing."""
     surface: dict[str, str] = {}
     for public, module in list_modules():
         for name in list_names(module):
             surface |= describe(f"{public}.{name}", find(module, name))
-    for module in MODULES:
-        package, _, name = module.rpartition(".")
-        if package == "fzero.variants" and name in definitions(module):  # a helper has no function of its file's name
-            surface |= describe(f"{module}.{name}", find(module, name))
-    for each in RETURNED:
+    for each in (*list_variants(), *RETURNED):
         module, _, name = each.rpartition(".")
         surface |= describe(each, find(module, name))
     return dict(sorted(surface.items()))
@@ -145,7 +155,7 @@ def list_bases(module: str, cls: ast.ClassDef) -> Iterator[tuple[str, ast.ClassD
     yield module, cls
     for base in cls.bases:
         if isinstance(base, ast.Name):
-            origin, node = find(module, base.id)
+            origin, _, node = find(module, base.id)
             if isinstance(node, ast.ClassDef):
                 yield from list_bases(origin, node)
 
