@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel release trl versions steps axes prove conformance arguments mutate check format clean
+.PHONY: train test test-rest test-all wheel release site trl versions steps axes prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -41,6 +41,11 @@ wheel: $(READY)
 # The sdist and the wheel in dist/, checked and tried. Nothing is uploaded. `make release ARGS=--rehearse` before it is time.
 release: $(READY)
 	$(BIN)/python tools/release.py $(ARGS)
+
+# The documentation as a site in build/site, with pages of all public names. A link that leads nowhere is an error.
+site: $(READY)
+	$(BIN)/pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 # The tests of TRL's trainers, which other runs skip: TRL brings 270 MB, and they take five minutes.
 trl: $(READY)

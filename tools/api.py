@@ -53,8 +53,7 @@ class Import(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a name is defined, what it is called there, and by which statement; None for a module, or a name from outside
-    of fzero."""
+    """Where a name is defined, what it is called there, and by which statement: None for a module, or outside fzero."""
 
     module: str
     name: str

@@ -9,6 +9,7 @@ All links of pages are relative, and work in a repository's own view of its file
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 import sys
@@ -123,10 +124,15 @@ def write_module_page(public: str, module: str, names: dict[str, api.Found]) -> 
 
 
 def write_sections(names: dict[str, api.Found]) -> str:
-    """A section for each name that is no module, with an anchor of its public name: `fzero.data.html#fzero.data.pad`."""
-    return "".join(
-        f'<a id="{name}"></a>\n\n::: {found.module}.{found.name}\n'
-        f"    options: {{heading: {name}, toc_label: {name.rpartition('.')[2]}}}\n\n"
-        for name, found in names.items()
-        if found.node is not None
-    )
+    """A section for each name that is no module, with an anchor of its public name."""
+    return "".join(write_section(name, found) for name, found in names.items() if found.node is not None)
+
+
+def write_section(name: str, found: api.Found) -> str:
+    if isinstance(found.node, ast.Assign) and isinstance(
+        found.node.targets[0], ast.Tuple
+    ):  # which griffe does not read
+        doc = ast.get_docstring(ast.parse(api.MODULES[found.module].read_text()))
+        return f'<a id="{name}"></a>\n\n## {name}\n\n{doc}\n\n'
+    options = f"heading: {name}, toc_label: {name.rpartition('.')[2]}"
+    return f'<a id="{name}"></a>\n\n::: {found.module}.{found.name}\n    options: {{{options}}}\n\n'
