@@ -1,4 +1,4 @@
-"""Files at the top of the repository that other programs read: mkdocs.yml, Dockerfile, CITATION.cff, forms of issues."""
+"""Files of the repository that other programs read: mkdocs.yml, Dockerfile, CITATION.cff, forms of issues."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import api
+
+ROOT = api.ROOT
 
 
 def read_yaml(name: str) -> Any:
