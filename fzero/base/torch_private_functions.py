@@ -3,6 +3,7 @@ as in `torch_private`."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -225,8 +226,14 @@ def call_function(graph: fx.Graph, target: Any, args: Any, kwargs: Any, name: st
 
     Public replacement: `Graph.call_function`.
     """
-    name = graph._graph_namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    name = graph._graph_namespace.create_name(name_target(target) if name is None else name, None)
     return _insert(graph, fx.Node(graph, name, "call_function", target, args, kwargs))
+
+
+@functools.lru_cache(4096)
+def name_target(target: Any) -> str:
+    """The name that a node of a target begins with, as torch writes it. Public replacement: none; a new node has it."""
+    return fx.Graph()._target_to_str(target)
 
 
 def _insert(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ import torch.fx.traceback
 from torch import Tensor, fx
 
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, storage_key, unwrap
-from fzero.base.torch_private_functions import call_function
+from fzero.base.torch_private_functions import call_function, name_target
 
 
 def has_plain_form(x: Any) -> TypeGuard[FakeTensor]:
@@ -145,6 +145,19 @@ def _copy_fake(like: FakeTensor, meta: Tensor) -> FakeTensor:
     return made
 
 
+def make_graph(fn: Callable[[], Any]) -> fx.GraphModule:
+    """What make_fx records of a function. torch's mode that notes for each node which function of torch called it is
+    left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public replacement: none of the
+    option."""
+    return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
+
+
+def take_value(x: Tensor) -> Any:
+    """The value that the node of a fake tensor has: one that no later write to its form changes. Public replacement:
+    `Tensor.detach` under the mode of fake tensors."""
+    return torch.fx.experimental.proxy_tensor.extract_val(x)
+
+
 without_proxies = torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing
 """In a block, make_fx does not record how open sizes are computed. Public replacement: none."""
 
@@ -212,15 +225,21 @@ class TraceGraph:
 
     def emit(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
         """A new node that calls an operation of torch, with its fake value, as make_fx records one."""
-        name = self.graph._target_to_str(operation.overloadpacket.__name__)
-        return self._create(operation, args, kwargs, name, value)
+        return self._create(operation, args, kwargs, operation.overloadpacket.__name__, value)
+
+    def emit_argument(self, name: str, value: Any) -> Any:
+        """A new node for an argument of the function, in front of all others."""
+        node = self.graph.create_node("placeholder", name, (), {}, name)
+        node.meta["val"] = value
+        return node
 
     def emit_item(self, items: Any, i: int, value: Any) -> Any:
         """A new node that takes an item of the value of another one."""
-        return self._create(operator.getitem, (items, i), {}, None, value)
+        return self._create(operator.getitem, (items, i), {}, operator.getitem, value)
 
-    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None, value: Any) -> Any:
-        node, here = call_function(self.graph, target, args, kwargs, name), torch.fx.traceback.current_meta
+    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: Any, value: Any) -> Any:
+        node = call_function(self.graph, target, args, kwargs, name_target(named))
+        here = torch.fx.traceback.current_meta
         node.meta |= {"val": value, "stack_trace": here["stack_trace"]}
         if "custom" in here:
             node.meta["custom"] = dict(here["custom"])

@@ -6,11 +6,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.base import tree
 from fzero.base.ambient import leave_inference_mode
@@ -20,9 +20,9 @@ from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
 from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private import FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.base.torch_private_operators import ignore_compile
-from fzero.base.torch_private_traces import TraceGraph, without_code
+from fzero.base.torch_private_traces import TraceGraph, make_empty, make_graph, make_pair, take_value, without_code
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.aten import find_functional
@@ -136,9 +136,10 @@ def trace(
     this, shapes = _Trace(fn, args, mesh, symbols, model_axes), shapes or {}
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     given = [(shapes.get(i), leaf) for i, leaf in enumerate(this.leaves) if _is_tensor(leaf)]
-    fakes = [_make_fake(leaf, this.fake_mode, opened) for opened, leaf in given]
+    make = partial(_make_fakes, this.fake_mode, {})
+    fakes = [make(leaf, opened) for opened, leaf in given]
     with this.surround():
-        traced = make_fx(this.run, tracing_mode="real")(*fakes)  # "real" takes inputs as they are: these are fake
+        traced = make_graph(lambda: this.run(fakes))
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
     captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
@@ -201,14 +202,17 @@ class _Trace:
             open=self.open,
         )
 
-    def run(self, *tensors: Tensor) -> list[Tensor]:
-        """The function that make_fx traces: from the tensors among the arguments to those among the results."""
-        values, leaves, tracer = iter(tensors), self.leaves, self.tracer
-        wrapped = [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves]
-        given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
-        traced = TraceGraph()
+    def run(self, fakes: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The function that make_fx traces, to the tensors among the results. `fakes` are those among the arguments,
+        each beside the value of its node."""
+        traced, leaves, tracer = TraceGraph(), self.leaves, self.tracer
         if self.open is not None:
             traced.inline_numbers()
+        for i, (fake, value) in enumerate(fakes):
+            traced.track(fake, traced.emit_argument(f"arg{i}_1", value))
+        values = iter(fake for fake, _ in fakes)
+        wrapped = [_wrap(x, next(values), tracer) if _is_tensor(x) else x for x in leaves]
+        given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
         repeats, progress = Repeats(traced, self.fake_mode), Progress(getattr(self.fn, "__name__", "step"))
@@ -259,17 +263,24 @@ def _wrap(leaf: Any, value: Tensor, tracer: Tracer) -> Any:
     return Sharded(value, leaf.form.layout, leaf.index, tracer) if isinstance(leaf, Sharded) else value
 
 
-def _make_fake(leaf: Tensor, fake_mode: FakeTensorMode, opened: OpenForm | None = None) -> Tensor:
-    """A tensor without data, of the shape that rank `RANK` holds of a leaf, or of the open shape of a batch."""
-    if opened is not None:
-        with fake_mode:
-            return freeze(torch.empty_strided(*opened, dtype=leaf.dtype, device=leaf.device), leaf)
+def _make_fakes(
+    fake_mode: FakeTensorMode, plain: dict[torch.device, FakeTensor], leaf: Tensor, opened: OpenForm | None
+) -> tuple[Tensor, Tensor]:
+    """A tensor without data, of the shape that rank `RANK` holds of a leaf, or of the open shape of a batch, and the
+    value of its node. `plain` has a fake tensor of each device that was met."""
     if not isinstance(leaf, Sharded):
-        return freeze(fake_mode.from_tensor(leaf.detach(), static_shapes=True), leaf)
-    layout = leaf.form.layout
-    shape = leaf.shape if layout.replicated else (len(layout.part(leaf.index, RANK)),)
-    with fake_mode:
-        return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        if opened is None:
+            fake = freeze(fake_mode.from_tensor(leaf.detach(), static_shapes=True), leaf)
+        else:
+            with fake_mode:
+                fake = freeze(torch.empty_strided(*opened, dtype=leaf.dtype, device=leaf.device), leaf)
+        return fake, take_value(fake)
+    layout, device = leaf.form.layout, leaf.device
+    shape = tuple(leaf.shape) if layout.replicated else (len(layout.part(leaf.index, RANK)),)
+    if device not in plain:
+        plain[device] = make_empty(fake_mode, device)
+    stride = torch.empty(shape, device="meta").stride()
+    return make_pair(plain[device], leaf.dtype, shape, stride, 0, None)
 
 
 def _describe_argument(path: str, leaf: Any, tracer: Tracer) -> Argument:

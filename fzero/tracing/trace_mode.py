@@ -56,6 +56,10 @@ class TraceMode(TorchDispatchMode):
 
     supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __init__(self, checks: Checks, repeats: Repeats, progress: Progress) -> None:
         super().__init__()
         self._checks, self._repeats, self._progress = checks, repeats, progress
@@ -81,9 +85,10 @@ class TraceMode(TorchDispatchMode):
         regions.set_mark(get_current_meta(), regions.current_mark())
         if func in _UNLIKE_TRACED:
             args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        call = self._repeats.sign(func, args, kwargs)
-        if call is not None and self._repeats.knows(call):
-            return self._repeats.repeat(call)
+        with torch._C.DisableTorchFunction():
+            call = self._repeats.sign(func, args, kwargs)
+            if call is not None and self._repeats.knows(call):
+                return self._repeats.repeat(call)
         _check_call(line, func, args, kwargs)
         if call is not None and self._repeats.learn_lists(call):
             return self._repeats.repeat(call)
