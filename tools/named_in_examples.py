@@ -32,6 +32,15 @@ def list_code() -> Iterator[tuple[str, str]]:
         yield f"docs/{name}.md", "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[:count])
 
 
+def find_uses() -> dict[str, list[str]]:
+    """Dotted name of fzero -> the files whose code has it."""
+    uses: dict[str, list[str]] = {}
+    for file, code in list_code():
+        for name in find_names(code):
+            uses.setdefault(name, []).append(file)
+    return uses
+
+
 def find_names(code: str) -> set[str]:
     """The dotted names of fzero that a text uses, through its imports: `{"fzero.optim", "fzero.optim.adamw"}`."""
     parsed, bound, found = ast.parse(code), dict[str, str](), set[str]()
@@ -71,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--missing", action="store_true", help="list the names that stand in no such code")
     missing = parser.parse_args().missing
-    used = {name for _, code in list_code() for name in find_names(code)}
+    used = find_uses().keys()
     public = list_public()
     for module, names in public.items():
         without = [name for name in names if name not in used]

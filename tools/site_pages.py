@@ -10,6 +10,7 @@ All links of pages are relative, and work in a repository's own view of its file
 from __future__ import annotations
 
 import ast
+import functools
 import posixpath
 import re
 import sys
@@ -21,7 +22,9 @@ from mkdocs.structure.files import File, Files
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import api
+import named_in_examples
 
+find_uses = functools.cache(named_in_examples.find_uses)
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -54,6 +57,8 @@ def on_files(files: Files, *, config: Any) -> Files:
                 add(files, config, place, path=api.ROOT / target)
     for source, text in sources.items():
         add(files, config, PAGES[source], text=mend_links(text, source))
+    for path in sorted((api.ROOT / "examples").glob("*.py")):  # the pages of names link them
+        add(files, config, f"{FOLDER}/examples/{path.name}", path=path)
     for public, text in list_api_pages().items():
         add(files, config, f"api/{public}.md", text=text)
     return files
@@ -129,10 +134,14 @@ def write_sections(names: dict[str, api.Found]) -> str:
 
 
 def write_section(name: str, found: api.Found) -> str:
+    anchor = f'<a id="{name}"></a>\n\n'
     if isinstance(found.node, ast.Assign) and isinstance(
         found.node.targets[0], ast.Tuple
     ):  # which griffe does not read
         doc = ast.get_docstring(ast.parse(api.MODULES[found.module].read_text()))
-        return f'<a id="{name}"></a>\n\n## {name}\n\n{doc}\n\n'
-    options = f"heading: {name}, toc_label: {name.rpartition('.')[2]}"
-    return f'<a id="{name}"></a>\n\n::: {found.module}.{found.name}\n    options: {{{options}}}\n\n'
+        section = f"## {name}\n\n{doc}\n\n"
+    else:
+        options = f"heading: {name}, toc_label: {name.rpartition('.')[2]}"
+        section = f"::: {found.module}.{found.name}\n    options: {{{options}}}\n\n"
+    links = ", ".join(f"[{file}](../{place_of(file)})" for file in find_uses().get(name, ()))
+    return anchor + section + (f"In code that the tests run: {links}\n\n" if links else "")
