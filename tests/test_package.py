@@ -146,8 +146,9 @@ def test_all_is_what_is_exported() -> None:
     assert not unlisted, f"public names that __all__ does not list: {sorted(unlisted)}"
 
 
-def test_rooms_beside_the_core_are_attributes() -> None:
-    code = "import fzero; print(*dir(fzero)); fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
+def test_an_import_is_quick_and_rooms_beside_the_core_are_attributes() -> None:
+    code = "import sys, fzero; print(*dir(fzero)); assert 'torch._dynamo' not in sys.modules, 'takes two seconds'; "
+    code += "fzero.checkpoint.save, fzero.data.loader; fzero.nothing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     rooms = {"checkpoint", "data", "deepspeed", "hf", "initializers", "launch", "lightning", "metrics", "parallel"}
     rooms |= {"testing"}

@@ -234,8 +234,15 @@ DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutput
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 """Raised where a shape depends on a fake tensor's value. Public replacement: the same name in a public module."""
 
-TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-"""The base class of modes that see each aten operation. Public replacement: the same name in `torch.overrides`."""
+
+class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
+    """The base class of modes that see each aten operation. torch keeps dynamo out of the methods of others: that takes
+    8 us for each operation, and the first one imports dynamo, in two seconds. Public replacement: a class in
+    `torch.overrides` with an option for that."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 @contextmanager
@@ -316,6 +323,10 @@ dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_curr
 
 disable_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
 """Disable all modes within a block. Public name once torch has one: beside `torch.overrides.TorchFunctionMode`."""
+
+no_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Disable `__torch_function__` in a block, of modes too: looks at shapes reach no mode. Public name once torch has one:
+beside `DisableTorchFunctionSubclass`."""
 
 no_dispatch: Callable[[], AbstractContextManager[Any]] = torch.utils._mode_utils.no_dispatch
 """Disable `__torch_dispatch__` in a block. Public name once torch has one: beside `DisableTorchFunctionSubclass`."""

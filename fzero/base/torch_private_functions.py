@@ -17,7 +17,7 @@ import torch._dispatch.python
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fzero.base.torch_private import TorchDispatchMode
+from fzero.base.torch_private import DispatchMode
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
@@ -273,7 +273,7 @@ def list_vectors(module: nn.Module) -> list[str]:
     return [f"{name}_{vector}" for name in names for vector in "uv"]
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(DispatchMode):
     """Lists the aten operations that run."""
 
     def __init__(self) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import torch.fx.experimental.proxy_tensor
 import torch.fx.traceback
 from torch import Tensor, fx
 
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, storage_key, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, disable_modes, no_dispatch, storage_key, unwrap
 from fzero.base.torch_private_functions import call_function, name_target
 
 
@@ -143,6 +145,14 @@ def _copy_fake(like: FakeTensor, meta: Tensor) -> FakeTensor:
     torch._C._set_throw_on_mutable_data_ptr(made)
     vars(made).update(vars(like))
     return made
+
+
+def import_tracer() -> None:
+    """Import what make_fx imports at its first trace, in two seconds, while no mode is on: it calls functions of torch.
+    Public replacement: none."""
+    if "torch._dynamo" not in sys.modules:
+        with disable_modes(), torch.inference_mode(False):
+            importlib.import_module("torch._dynamo")
 
 
 def make_graph(fn: Callable[[], Any]) -> fx.GraphModule:

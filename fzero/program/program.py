@@ -71,9 +71,9 @@ class Result:
     `constant`.
 
     `varies` names the mesh axes along which a tensor that is no state and has no `kind` differs between ranks, once the
-    pass `resolve` has noted them; else it is None. A carry of a loop has the `kind` that it may have in all turns. State
-    is returned in `place`, None for the device. `replaces` is the path of the argument in whose place it stands: both
-    are leaves of trees of one structure. "" where there is none.
+    pass `resolve` has noted them; else it is None. A carry of a loop has the `kind` that it may have in all turns.
+    State is returned in `place`, None for the device. `replaces` is the path of the argument in whose place it stands:
+    both are leaves of trees of one structure. "" where there is none.
     `own` is as in `Argument`.
     """
 

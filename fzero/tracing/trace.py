@@ -22,7 +22,15 @@ from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
 from fzero.base.torch_private_operators import ignore_compile
-from fzero.base.torch_private_traces import TraceGraph, make_empty, make_graph, make_pair, take_value, without_code
+from fzero.base.torch_private_traces import (
+    TraceGraph,
+    import_tracer,
+    make_empty,
+    make_graph,
+    make_pair,
+    take_value,
+    without_code,
+)
 from fzero.layout.layout import Layout
 from fzero.program import ops
 from fzero.program.aten import find_functional
@@ -133,6 +141,7 @@ def trace(
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
+    import_tracer()
     this, shapes = _Trace(fn, args, mesh, symbols, model_axes), shapes or {}
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     given = [(shapes.get(i), leaf) for i, leaf in enumerate(this.leaves) if _is_tensor(leaf)]

@@ -13,9 +13,10 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta, set_stack_t
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import (
     DataDependentOutputException,
+    DispatchMode,
     FakeTensor,
-    TorchDispatchMode,
     has_known_value,
+    no_functions,
     overload_name,
 )
 from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_python
@@ -39,7 +40,7 @@ _UNLIKE_TRACED = frozenset(
 """Operations whose results have other strides than torch says while it traces, where operands have unlike strides."""
 
 
-class TraceMode(TorchDispatchMode):
+class TraceMode(DispatchMode):
     """While this mode is active, each new node of a trace
 
     * has the running line of user code as its `stack_trace`,
@@ -55,10 +56,6 @@ class TraceMode(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, checks: Checks, repeats: Repeats, progress: Progress) -> None:
         super().__init__()
@@ -85,7 +82,7 @@ class TraceMode(TorchDispatchMode):
         regions.set_mark(get_current_meta(), regions.current_mark())
         if func in _UNLIKE_TRACED:
             args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             call = self._repeats.sign(func, args, kwargs)
             if call is not None and self._repeats.knows(call):
                 return self._repeats.repeat(call)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
-from fzero.base.torch_private import TorchDispatchMode, map_pytree_only, pytree_leaves, storage_key
+from fzero.base.torch_private import DispatchMode, map_pytree_only, pytree_leaves, storage_key
 from fzero.state.build.store import Allocation, Store, closed_error
 
 SMALL = 1024
@@ -304,7 +304,7 @@ def _refusal(func: Any, value: Tensor) -> FzeroError:
     )
 
 
-class _OperationMode(TorchDispatchMode):
+class _OperationMode(DispatchMode):
     """Runs every operation below autograd through `run`."""
 
     def __init__(self, store: Store) -> None:
