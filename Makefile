@@ -11,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel trl versions steps axes prove conformance arguments mutate check format clean
+.PHONY: train test test-rest test-all wheel release site trl versions steps axes prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -39,6 +39,15 @@ test-all: $(READY)
 # The sdist and the wheel, and the wheel's life in an environment with the declared dependencies alone.
 wheel: $(READY)
 	$(BIN)/python tools/try_wheel.py
+
+# The sdist and the wheel in dist/, checked and tried. Nothing is uploaded. `make release ARGS=--rehearse` before it is time.
+release: $(READY)
+	$(BIN)/python tools/release.py $(ARGS)
+
+# The documentation as a site in build/site, with pages of all public names. A link that leads nowhere is an error.
+site: $(READY)
+	$(BIN)/pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 # The tests of TRL's trainers, which other runs skip: TRL brings 270 MB, and they take five minutes.
 trl: $(READY)
@@ -80,6 +89,7 @@ check: $(READY)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/python tools/api.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -27,7 +27,9 @@ from fzero import FzeroError, Program, ops, passes, tree
 from fzero.passes.run import Pass, name_of_pass
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+)
 PASSES = (ROOT / "docs" / "passes.md").read_text()
 
 

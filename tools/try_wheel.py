@@ -109,29 +109,33 @@ MISTAKES = (
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        wheel = build(folder)
-        python = install(folder / "environment", wheel)
-        run(python, "-c", f"import fzero; assert fzero.__version__ == {wheel.name.split('-')[1]!r}", at=folder)
-        (folder / "life.py").write_text(LIFE)
-        run(python, *TORCHRUN, "life.py", str(folder), at=folder)
-        (folder / "train.py").write_text(first_code((ROOT / "README.md").read_text()))
-        run(python, "train.py", at=folder)
-        run(python, *TORCHRUN, "train.py", at=folder)
-        try_types(folder, python)
+        _, wheel = build(Path(made))
+        try_wheel(Path(made), wheel)
+
+
+def try_wheel(folder: Path, wheel: Path) -> None:
+    """Live with a wheel, in a folder that is empty but for what `build` made."""
+    python = install(folder / "environment", wheel)
+    run(python, "-c", f"import fzero; assert fzero.__version__ == {wheel.name.split('-')[1]!r}", at=folder)
+    (folder / "life.py").write_text(LIFE)
+    run(python, *TORCHRUN, "life.py", str(folder), at=folder)
+    (folder / "train.py").write_text(first_code((ROOT / "README.md").read_text()))
+    run(python, "train.py", at=folder)
+    run(python, *TORCHRUN, "train.py", at=folder)
+    try_types(folder, python)
     print(f"{wheel.name}: trains, saves, loads and exports on two ranks, has types, and the README's first code runs")
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def build(folder: Path) -> Path:
-    """The wheel of the sdist of this tree."""
+def build(folder: Path) -> tuple[Path, Path]:
+    """The sdist of this tree, and the wheel of that."""
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         return _build(folder)
 
 
-def _build(folder: Path) -> Path:
+def _build(folder: Path) -> tuple[Path, Path]:
     source, dist = folder / "source", folder / "dist"
     shutil.copytree(ROOT, source, ignore=lambda _, names: {name for name in names if name not in PACKED})
     shutil.copytree(ROOT / "fzero", source / "fzero", ignore=shutil.ignore_patterns("__pycache__"))
@@ -142,7 +146,7 @@ def _build(folder: Path) -> Path:
     os.chdir(folder / sdist.removesuffix(".tar.gz"))
     name = build_meta.build_wheel(str(dist))
     os.chdir(folder)
-    return dist / name
+    return dist / sdist, dist / name
 
 
 PACKED = ("pyproject.toml", "README.md", "LICENSE")
