@@ -180,7 +180,7 @@ def _list_partial(name: str, value: Any) -> Iterator[_Named]:
     yield from _attributes(name, value)
 
 
-def _list_wrapped(name: str, value: Any) -> Iterable[_Named]:
+def _list_function_of(name: str, value: Any) -> Iterable[_Named]:
     return ((name, value.__func__),)
 
 
@@ -223,7 +223,7 @@ _LISTERS: tuple[tuple[Any, Callable[[str, Any], Iterable[_Named]]], ...] = (
     (FunctionType, _list_closure),
     (MethodType, _list_method),
     (functools.partial, _list_partial),
-    ((staticmethod, classmethod), _list_wrapped),
+    ((staticmethod, classmethod), _list_function_of),
     (weakref.ref, _list_referent),
     (functools._lru_cache_wrapper, _list_cache),
     (Tensor, _list_tensor),
