@@ -21,14 +21,14 @@ from processes import collect_seldom
 
 LONGEST = [
     "test_elastic.py",  # waits for a host, and leaves its core to others
-    "test_conformance.py",
     "test_hf_adapters.py",
+    "test_conformance.py",
     "test_examples.py",
-    "test_hf_arguments.py",
     "test_layers.py",
     "test_everywhere.py",
     "test_gpu_session.py",
     "test_cache_lengths.py",
+    "test_hf_arguments.py",
     "test_hf_projects.py",
     "test_fit.py",
     "test_general.py",

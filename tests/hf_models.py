@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -18,10 +19,26 @@ from transformers import (
     T5ForConditionalGeneration,
     TrainingArguments,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+
+class Bigram(nn.Module):
+    """Each token from the one in front of it: the model of what is not about models. A step of it is traced in half the
+    time of GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **named: Any) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids))
+        return {"loss": ForCausalLMLoss(logits, labels, 61, **named), "logits": logits}
 
 
 def make_model(kind: str = "gpt2", layers: int = 1) -> Any:
     torch.manual_seed(0)
+    if kind == "bigram":
+        return Bigram()
     if kind == "gpt2 with frozen positions":
         model = make_model()
         model.transformer.wpe.requires_grad_(False)

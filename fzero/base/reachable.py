@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -63,6 +63,9 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
                GetSetDescriptorType, MemberDescriptorType)  # fmt: skip
 """Classes of objects that hold nothing of the user's."""
 
+_SIMPLE = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device})
+"""Classes of most of what objects hold, whose objects hold nothing."""
+
 _Named = tuple[str, Any]
 Walked = list[tuple[str, Any, list[_Named]]]
 """Objects that a walk visited, each with its name and what `list_children` found in it."""
@@ -89,7 +92,7 @@ def walk_inside(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
 def _walk(
     name: str,
     root: Any,
-    children: Callable[[str, Any], Iterator[_Named]],
+    children: Callable[[str, Any], Iterable[_Named]],
     limit: int,
     is_skipped: Callable[[Any], bool],
 ) -> Iterator[tuple[str, Any, list[_Named]]]:
@@ -131,50 +134,75 @@ def _is_class_of_no_one(cls: type) -> bool:
 
 def list_children(name: str, value: Any) -> Iterator[_Named]:
     """`(name, object)` of what an object keeps alive, with its class, and the globals that a function names."""
-    if type(value) in _PLAIN:
+    cls = type(value)
+    if cls in _PLAIN:
         yield from _items(name, value)
         return
-    if isinstance(value, weakref.ref):
+    if issubclass(cls, weakref.ref):
         return
     yield from list_contents(name, value)
-    if isinstance(value, FunctionType):
+    if cls is FunctionType:
         yield from list_globals(value)
-    elif isinstance(value, type):
+    elif issubclass(cls, type):
         yield from ((f"{value.__name__}.{key}", item) for key, item in vars(value).items())
-    elif not isinstance(value, (Tensor, *_FUNCTIONS)):
-        yield type(value).__name__, type(value)
+    elif not issubclass(cls, (Tensor, *_FUNCTIONS)):
+        yield cls.__name__, cls
 
 
 _FUNCTIONS = (MethodType, functools.partial, staticmethod, classmethod, functools._lru_cache_wrapper)
 
 
-def list_contents(name: str, value: Any) -> Iterator[_Named]:
+def list_contents(name: str, value: Any) -> Iterable[_Named]:
     """`(name, object)` of what an object holds itself."""
-    if isinstance(value, FunctionType):
-        yield from _list_closure(name, value)
-    elif isinstance(value, MethodType):
-        yield "self", value.__self__
-        yield name, value.__func__
-    elif isinstance(value, functools.partial):
-        yield name, value.func
-        yield from ((f"{name}.args[{i}]", item) for i, item in enumerate(value.args))
-        yield from ((f"{name}.keywords[{key!r}]", item) for key, item in value.keywords.items())
-        yield from _attributes(name, value)
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield name, value.__func__
-    elif isinstance(value, weakref.ref):
-        yield name, value()
-    elif isinstance(value, functools._lru_cache_wrapper):
-        # The cache has no attribute. The collector knows it: a dict of results, or of the links that hold them.
-        yield from ((name, item) for item in gc.get_referents(value))
-    elif isinstance(value, Tensor):
-        with torch.DisableTorchFunctionSubclass():  # a subclass may refuse the question
-            grad = value.grad if value.is_leaf else None
-        yield f"{name}.grad", grad
-        yield from _attributes(name, value)
-    elif not isinstance(value, type):
-        yield from _items(name, value)
-        yield from _attributes(name, value)
+    return _find_lister(type(value))(name, value)  # type: ignore[arg-type]  # classes are hashable
+
+
+@functools.lru_cache(1 << 12)
+def _find_lister(cls: type) -> Callable[[str, Any], Iterable[_Named]]:
+    """The function that lists what objects of a class hold. A walk asks for every object that it visits."""
+    if cls in _SIMPLE:
+        return _list_nothing
+    return next(lister for classes, lister in _LISTERS if issubclass(cls, classes))
+
+
+def _list_nothing(name: str, value: Any) -> Iterable[_Named]:
+    return ()
+
+
+def _list_method(name: str, value: Any) -> Iterable[_Named]:
+    return (("self", value.__self__), (name, value.__func__))
+
+
+def _list_partial(name: str, value: Any) -> Iterator[_Named]:
+    yield name, value.func
+    yield from ((f"{name}.args[{i}]", item) for i, item in enumerate(value.args))
+    yield from ((f"{name}.keywords[{key!r}]", item) for key, item in value.keywords.items())
+    yield from _attributes(name, value)
+
+
+def _list_function_of(name: str, value: Any) -> Iterable[_Named]:
+    return ((name, value.__func__),)
+
+
+def _list_referent(name: str, value: Any) -> Iterable[_Named]:
+    return ((name, value()),)
+
+
+def _list_cache(name: str, value: Any) -> Iterator[_Named]:
+    """The cache has no attribute. The collector knows it: a dict of results, or of the links that hold them."""
+    return ((name, item) for item in gc.get_referents(value))
+
+
+def _list_tensor(name: str, value: Any) -> Iterator[_Named]:
+    with torch.DisableTorchFunctionSubclass():  # a subclass may refuse the question
+        grad = value.grad if value.is_leaf else None
+    yield f"{name}.grad", grad
+    yield from _attributes(name, value)
+
+
+def _list_object(name: str, value: Any) -> Iterator[_Named]:
+    yield from _items(name, value)
+    yield from _attributes(name, value)
 
 
 def _list_closure(name: str, function: FunctionType) -> Iterator[_Named]:
@@ -189,6 +217,19 @@ def _list_closure(name: str, function: FunctionType) -> Iterator[_Named]:
     yield from zip(positional[len(positional) - len(defaults) :], defaults)
     yield from (function.__kwdefaults__ or {}).items()
     yield from _attributes(name, function)
+
+
+_LISTERS: tuple[tuple[Any, Callable[[str, Any], Iterable[_Named]]], ...] = (
+    (FunctionType, _list_closure),
+    (MethodType, _list_method),
+    (functools.partial, _list_partial),
+    ((staticmethod, classmethod), _list_function_of),
+    (weakref.ref, _list_referent),
+    (functools._lru_cache_wrapper, _list_cache),
+    (Tensor, _list_tensor),
+    (type, _list_nothing),
+    (object, _list_object),
+)
 
 
 def list_globals(function: FunctionType) -> Iterator[_Named]:

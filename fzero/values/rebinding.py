@@ -134,6 +134,7 @@ class _Return(_Later):
 
 def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:
     """`(name, problem)` of the places below a copy from which a part of the original can be reached."""
+    by_class: dict[type, list[str]] = {}
     for path, child in made.named_modules():
         for key, value in vars(child).items():
             for found in _walk_to_modules(value):
@@ -141,10 +142,19 @@ def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:
                     yield _join(path, key), f"holds the original {type(found).__name__} in a {type(value).__name__}"
                 for variable in _find_in_globals(found, parts) if isinstance(found, FunctionType) else ():
                     yield _join(path, key), f"is a function that uses the original by the global {variable!r}"
-        for key, value in ((key, x) for cls in type(child).__mro__ for key, x in vars(cls).items()):
-            is_closure = isinstance(value, FunctionType) and value.__closure__
-            if is_closure and any(id(x) in parts for _, x in walk_inside("", value, _MOST)):
-                yield _join(path, key), f"is a function of the class {type(child).__name__} that holds the original"
+        cls = type(child)
+        if cls not in by_class:
+            by_class[cls] = list(_find_in_class(cls, parts))
+        for key in by_class[cls]:
+            yield _join(path, key), f"is a function of the class {cls.__name__} that holds the original"
+
+
+def _find_in_class(cls: type, parts: set[int]) -> Iterator[str]:
+    """The functions of a class, or of one that it is derived from, whose closure holds a part of the module."""
+    for key, value in ((key, x) for each in cls.__mro__ for key, x in vars(each).items()):
+        is_closure = isinstance(value, FunctionType) and value.__closure__
+        if is_closure and any(id(x) in parts for _, x in walk_inside("", value, _MOST)):
+            yield key
 
 
 def _walk_to_modules(value: Any) -> Iterator[Any]:

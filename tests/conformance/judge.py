@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
+from collections.abc import Mapping
 from types import ModuleType
 
 from conformance import modules, operators, optimizers
@@ -31,13 +33,13 @@ def judge(name: str, samples: int | None = None) -> Row:
         return {cell: worst(map(run, choose(name, cell, samples))) for cell in kind_of(name).cells(name)}
 
 
-def judge_some(name: str, cells: int, samples: int) -> Row:
+def judge_some(name: str, cells: int, samples: int, first: Cell | None = None) -> Row:
     """The outcomes in some cells, of one trial each that is not skipped.
 
-    A fixed shuffle chooses the cells. A cell whose first `samples` trials are skipped is passed over.
+    A fixed shuffle chooses the cells, behind `first`. A cell whose first `samples` trials are skipped is passed over.
     """
-    found, order = Row(), kind_of(name).cells(name)
-    random.Random(name).shuffle(order)
+    found, order = Row(), _shuffle_cells(name)
+    order.sort(key=lambda cell: cell != first)
     with silence():
         for cell in order:
             verdicts = map(run, choose(name, cell, samples))
@@ -47,6 +49,23 @@ def judge_some(name: str, cells: int, samples: int) -> Row:
             if len(found) == cells:
                 break
     return found
+
+
+def spread(rows: Mapping[str, Row]) -> dict[str, Cell]:
+    """A cell of each name that is not skipped in `rows`: all cells are chosen about equally often."""
+    found, counts = dict[str, Cell](), Counter[Cell]()
+    for name in filter(rows.__contains__, names()):
+        tested = [cell for cell in _shuffle_cells(name) if cell in rows[name] and rows[name][cell].outcome in OUTCOMES]
+        if tested:
+            found[name] = min(tested, key=counts.__getitem__)
+            counts[found[name]] += 1
+    return found
+
+
+def _shuffle_cells(name: str) -> list[Cell]:
+    cells = kind_of(name).cells(name)
+    random.Random(name).shuffle(cells)
+    return cells
 
 
 def choose(name: str, cell: Cell, samples: int | None) -> list[Trial]:

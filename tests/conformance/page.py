@@ -19,7 +19,7 @@ INTRODUCTION = """\
 The law of fzero: a sharded step equals the plain one, or raises an `FzeroError` that says why. This page measures the
 law on torch's own databases of operators, modules and optimizers. `make conformance ARGS=--write` writes the page and
 its table, `tests/conformance/table.txt`. Outcomes may only get better: `make conformance` fails where one is worse, and
-`make test-all` tries a few samples of everything.
+`make test-all` tries one or two samples of everything.
 
 Each sample runs in plain torch and in a step on three virtual ranks. Stages 1, 2 and 3 take turns; one sample of each
 operator runs at all three. Parameters of modules, and parameters and state of optimizers, lie on the device and on the

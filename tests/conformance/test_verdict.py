@@ -10,7 +10,7 @@ import pytest
 import torch
 from conformance import judge
 from conformance.forms import FORMS
-from conformance.operators import judge_sample
+from conformance.operators import judge_sample, undo_repeat
 from conformance.verdict import Trial, Verdict, compare_lists, compare_values, deadline
 from torch import Tensor
 
@@ -93,6 +93,13 @@ def test_a_batch_that_is_taken_for_another_is_told() -> None:
         return x @ y if not isinstance(x, fzero.Sharded) else x @ (y * (1 + fzero.axis_index("fsdp")))
 
     assert Operator(call).judged("batch", matrix().T).outcome == "wrong"
+
+
+def test_parts_of_ranks_may_differ_in_their_last_bits() -> None:
+    want = torch.tensor(0.1 + 2j)
+    got = torch.stack([want, want * (1 + 1e-7), want])
+    assert not torch.equal(got[1], got[0]) and torch.equal(undo_repeat(got, want), want)
+    assert undo_repeat(got + torch.tensor([0.0, 0.0, 1.0]), want).shape == (3,)
 
 
 def test_state_that_differs_after_the_second_step_is_told() -> None:

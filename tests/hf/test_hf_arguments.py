@@ -24,7 +24,7 @@ EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
 RAGGED = {"train_dataset": make_ragged_dataset(18), "eval_dataset": make_ragged_dataset(8), "data_collator": pad_rows}
 
 
-def train(cls: Any, folder: Path, changed: dict[str, Any], kind: str = "gpt2", **named: Any) -> Any:
+def train(cls: Any, folder: Path, changed: dict[str, Any], kind: str = "bigram", **named: Any) -> Any:
     data = {"train_dataset": make_dataset(), "eval_dataset": make_dataset(8), **named}
     trainer = cls(make_model(kind), make_arguments(folder, **{**SHORT, **changed}), **data)
     trainer.train()
@@ -61,13 +61,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kind": "llama"},
     ),
     "adam_beta1, adam_beta2, adam_epsilon": ({"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3}, {}),
-    "average_tokens_across_devices": ({"average_tokens_across_devices": False}, {}),
+    "average_tokens_across_devices": ({"average_tokens_across_devices": False}, {"kind": "gpt2"}),
     "data_seed": ({"data_seed": 5}, {}),
     "dataloader_drop_last": ({"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 1}, {}),
     "eval_delay": ({"eval_delay": 2, **EVALUATE}, {}),
     "include_num_input_tokens_seen: all": ({"include_num_input_tokens_seen": "all"}, RAGGED),
     "include_num_input_tokens_seen: non_padding": ({"include_num_input_tokens_seen": "non_padding"}, {}),
-    "label_smoothing_factor": ({"label_smoothing_factor": 0.2, **EVALUATE}, {}),
+    "label_smoothing_factor": ({"label_smoothing_factor": 0.2, **EVALUATE}, {"kind": "gpt2"}),
     "logging_first_step": ({"logging_first_step": True, "logging_steps": 2}, {}),
     "max_grad_norm": ({"max_grad_norm": 0.1}, {}),
     "optim_args": ({"optim": "adamw_torch", "optim_args": "amsgrad=True"}, {}),

@@ -149,10 +149,11 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """Presets in each dtype at every stage, with and without donation. Other optimizers at every stage. A schedule,
-    which knows nothing of ranks, at one stage. The rest takes turns."""
-    for number, (name, dtype, stage, donate) in enumerate(itertools.product(PRESETS, DTYPES, (1, 2, 3), (True, False))):
-        yield Cell(name, dtype, (number + number // 2) % 2 == 0, stage, donate)
+    """Presets in each dtype at every stage, at stage 3 with and without donation. Other optimizers at every stage. A
+    schedule, which knows nothing of ranks, at one stage. The rest takes turns."""
+    for number, (name, dtype) in enumerate(itertools.product(PRESETS, DTYPES)):
+        for stage, donate in (1, number % 2 == 0), (2, number % 2 == 1), (3, True), (3, False):
+            yield Cell(name, dtype, (number + number // 4) % 2 == 0, stage, donate)
     for number, (name, stage) in enumerate(itertools.product(OTHERS, (1, 2, 3))):
         for donate in (True, False) if stage == 3 else (number % 2 == 0,):
             yield Cell(name, WIDE if name in SIGNS else DTYPES[number % 4], number % 3 == 0, stage, donate)
