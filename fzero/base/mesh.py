@@ -8,7 +8,7 @@ numbered row by row, as in the mesh.
 
 An axis of a mesh has one of three meanings:
 
-    shard axis    ranks take different examples, and each rank holds a slice of the state
+    shard axis    ranks take different examples, and each rank holds a slice of the state; it may be two axes together
     data axis     ranks take different examples, or parts of examples
     model axis    ranks take the same examples, and compute parts of the model
 """
@@ -24,6 +24,8 @@ from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
 
 SHARD_AXIS = "fsdp"
+SHARD_AXES = ("node", "local")
+"""Together the shard axis of a mesh that has both side by side, and no "fsdp". Ranks along "local" share a host."""
 JOINT = "+"
 """Between the names of axes that are named together."""
 DATA_AXES = ("replica", SHARD_AXIS)
@@ -54,23 +56,31 @@ class VirtualMesh:
 
     @property
     def shard_axis(self) -> str:
-        """The axis that state is partitioned over: "fsdp", or the only axis of the mesh whatever its name.
+        """The axis that state is partitioned over: "fsdp", or the only axis of the mesh whatever its name. On a mesh
+        with the axes "node" and "local" side by side, and without "fsdp", it is both together: "node+local".
 
         Raises:
-            FzeroError: for a mesh of several axes without "fsdp".
+            FzeroError: for a mesh of several axes without these.
         """
         if len(self.sizes) == 1:
             return self.names[0]
-        if SHARD_AXIS not in self.sizes:
-            raise FzeroError(
-                "mesh", f"none of the axes {self.names} is the shard axis", 'call the axis that state lies along "fsdp"'
-            )
-        return SHARD_AXIS
+        if SHARD_AXIS in self.sizes:
+            return SHARD_AXIS
+        if SHARD_AXES not in zip(self.names, self.names[1:]):
+            problem = f"none of the axes {self.names} is the shard axis"
+            way_out = 'call the axis that state lies along "fsdp", or two neighbouring ones "node" and "local"'
+            raise FzeroError("mesh", problem, way_out)
+        return JOINT.join(SHARD_AXES)
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that make up the shard axis, outermost first: one, or "node" and "local"."""
+        return self.split(self.shard_axis)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes but the shard axis: ranks along them hold the same slices of state."""
-        return tuple(name for name in self.names if name != self.shard_axis)
+        return tuple(name for name in self.names if name not in self.shard_axes)
 
     def size(self, axis: str | None = None) -> int:
         """The number of ranks along `axis`, or along several axes together; without `axis`, of all ranks.
@@ -114,21 +124,22 @@ class VirtualMesh:
         shard axis, and axes with the names "replica" and "fsdp".
 
         Raises:
-            FzeroError: for a mesh of several axes without "fsdp"; for an axis in `data` that the mesh lacks; for `data`
-                that leaves out the shard axis.
+            FzeroError: for a mesh without a shard axis; for an axis in `data` that the mesh lacks; for `data` that
+                leaves out the shard axis.
         """
         if isinstance(data, str):
             raise FzeroError("data", f"is the string {data!r}", f"give a tuple of axis names, as in data=({data!r},)")
-        shard_axis = self.shard_axis
+        shard_axes = self.shard_axes
         for axis in data or ():
             if axis not in self.sizes:
                 raise FzeroError(
                     f"mesh axis {axis!r}", f"is in data, and this mesh has {self.names}", "name only these"
                 )
-        if data is not None and shard_axis not in data:
-            problem = f"{tuple(data)} leaves out {shard_axis!r}, the axis of {self} that state lies along"
-            raise FzeroError("data", problem, f"give data={(*data, shard_axis)}")
-        chosen = {shard_axis, *DATA_AXES} if data is None else set(data)
+        missing = () if data is None else tuple(axis for axis in shard_axes if axis not in data)
+        if data is not None and missing:
+            problem = f"{tuple(data)} leaves out {missing[0]!r}, the axis of {self} that state lies along"
+            raise FzeroError("data", problem, f"give data={(*data, *missing)}")
+        chosen = {*shard_axes, *DATA_AXES} if data is None else set(data)
         return tuple(axis for axis in self.names if axis in chosen)
 
     def position(self, number: int, axis: str) -> int:
@@ -164,10 +175,10 @@ def find_model_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tup
 
     * The only axis of a mesh is a data axis, whatever its name.
     * `data` names all data axes. The other axes are model axes.
-    * Without `data` the axes "replica" and "fsdp" are the data axes of a mesh, and it may have no others.
+    * Without `data` the shard axis and "replica" are the data axes of a mesh, and it may have no others.
 
     Raises:
-        FzeroError: for a mesh of several axes without "fsdp"; for an axis in `data` that the mesh lacks; for `data`
+        FzeroError: for a mesh without a shard axis; for an axis in `data` that the mesh lacks; for `data`
             that leaves out the shard axis; without `data`, for an axis that does not say what it means.
     """
     known = mesh.data_axes(data)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.base.mesh import JOINT
 from fzero.layout.ranges import intersect
 
 
@@ -66,11 +67,17 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], shard_axis: str) -> Grid:
-        """The grid of a mesh with axes of these sizes, outermost first. {} stands for a process that saves alone."""
-        names = list(sizes)
-        inner = names[names.index(shard_axis) + 1 :] if names else []
-        world = sizes[shard_axis] if names else 1
-        return cls(world, math.prod(sizes[name] for name in inner), math.prod(sizes.values()))
+        """The grid of a mesh with axes of these sizes, outermost first. {} stands for a process that saves alone.
+
+        Raises:
+            ValueError: for a shard axis that the mesh does not have.
+        """
+        names, along = list(sizes), shard_axis.split(JOINT) if sizes else []
+        first = names.index(along[0]) if along else 0
+        if names[first : first + len(along)] != along:
+            raise ValueError(f"the axes {along} are not side by side in {names}")
+        inner = names[first + len(along) :] if along else []
+        return cls(*(math.prod(sizes[name] for name in each) for each in (along, inner, names)))
 
     def position(self, file: int) -> int:
         """The position of a file along the shard axis."""

@@ -51,9 +51,9 @@ class Wish(NamedTuple):
             problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
             raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
         for axis in axes.values():
-            if mesh.shard_axis in mesh.split(axis):
+            if set(mesh.shard_axes).intersection(mesh.split(axis)):
                 way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
-                raise FzeroError(repr(axis), f"is the axis over which {mesh} cuts all state", way_out)
+                raise FzeroError(repr(axis), f"is an axis over which {mesh} cuts all state", way_out)
         return axes
 
     def find_data(self, mesh: Any) -> tuple[str, ...] | None:

@@ -29,7 +29,7 @@ class Walk:
         self.program = program
         self.per_rank = frozenset(program.mesh.names) - {*program.model_axes}
         """The kind of a batch, which differs between ranks along data axes."""
-        self.of_slices = frozenset({program.mesh.shard_axis, RAGGED})
+        self.of_slices = frozenset({*program.mesh.shard_axes, RAGGED})
         """The kind of a value that is computed from slices and is no slice itself."""
         kinds = [argument.own for argument in program.arguments]
         self.own = UNIFORM.union(*[kind.over for kind in kinds if isinstance(kind, Slice)])

@@ -96,7 +96,10 @@ def lay_out_state(
         raise FzeroError(path, *IN_A_BODY)
     bucket, index, dtype = (path, 0, torch.float32) if like is None else _find_leaf(program, path, like)
     leaf = Leaf(path, tuple(shape)) if shape is not None else program.layouts[bucket].leaves[index]
-    if program.mesh.shard_axis in differs:
+    if along := set(program.mesh.shard_axes).intersection(differs):
+        if missing := set(program.mesh.shard_axes) - along:
+            problem = f"differs along {differs}, and state lies along {program.mesh.shard_axis!r}"
+            raise FzeroError(path, problem, f"add {', '.join(sorted(missing))} to them, or leave all of these out")
         return _lay_out_whole(program, path, leaf, differs, dtype)
     layout = program.layouts[bucket] if like is not None else Layout(path, (leaf,), program.mesh, replicated=replicated)
     if replicated and not layout.replicated:
@@ -121,7 +124,7 @@ def _split_over(layout: Layout, axis: str) -> Layout:
 def _lay_out_whole(program: Program, path: str, leaf: Leaf, differs: tuple[str, ...], dtype: torch.dtype) -> Lying:
     """A whole value for each rank along `differs`, flat: a row of its own in a leaf whose rows no boundary cuts."""
     mesh = program.mesh
-    others = [axis for axis in differs if axis != mesh.shard_axis]
+    others = [axis for axis in differs if axis not in mesh.shard_axes]
     rows = (mesh.size(mesh.shard_axis), *leaf.shape)
     split = Split(mesh.join(others), 0) if others else None
     numel = math.prod(leaf.shape)

@@ -45,9 +45,12 @@ class Live(Ranks):
             axis: choose_transport(group, device_type, self.members) for axis, group in zip(mesh.names, groups)
         }
         self.groups = dict(zip(mesh.names, groups))
-        self.rank, self.link = self._sharding.rank, link_of(self.device)
+        self.link = link_of(self.device)
         for axis in mesh.names:
             self.number = self.number * mesh.size(axis) + self.transports[axis].rank
+        if mesh.shard_axis not in self.transports:
+            self._join(mesh.shard_axis)
+        self.rank = self._sharding.rank
 
     @property
     def _sharding(self) -> Transport:
@@ -67,15 +70,15 @@ class Live(Ranks):
         row = next(row for row in self.mesh.rows(axis) if self.number in row)
         sizes = [self.mesh.size(name) for name in self.mesh.split(axis)]
         if len(row) == max(sizes):  # along the other axes a rank is alone
-            self.transports[axis] = self.transports[self.mesh.split(axis)[sizes.index(len(row))]]
+            alike = self.mesh.split(axis)[sizes.index(len(row))]
+            self.transports[axis], self.groups[axis] = self.transports[alike], self.groups[alike]
         else:
             ranks, backend = [self.ranks[number] for number in row], dist.get_backend(next(iter(self.groups.values())))
             if ranks != sorted(ranks):  # as torch numbers the ranks of a group
                 problem = f"has the ranks {ranks} along {axis!r}, and a group has them in ascending order"
                 raise FzeroError("mesh", problem, "make the mesh with init_device_mesh")
-            self.transports[axis] = choose_transport(
-                self.members.new_group(ranks, backend), self.device.type, self.members
-            )
+            self.groups[axis] = self.members.new_group(ranks, backend)
+            self.transports[axis] = choose_transport(self.groups[axis], self.device.type, self.members)
         return self.transports[axis]
 
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:

@@ -58,7 +58,7 @@ def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
         way_out = 'give (axis, dim), as in ("tp", 0), or (axis, dim, parts)'
         raise FzeroError(f"split {rule!r}", f"is {given!r:.80}", way_out)
     axis = mesh.join((given[0],) if isinstance(given[0], str) else given[0])
-    if mesh.shard_axis in mesh.split(axis):
+    if set(mesh.shard_axes).intersection(mesh.split(axis)):
         problem = f"names {mesh.shard_axis!r}, over which {mesh} cuts all state already"
         raise FzeroError(f"split {rule!r}", problem, "name a model axis")
     if len(given) == 3 and given[2] < 1:

@@ -123,7 +123,7 @@ class Attention(nn.Module):
         ({}, {"plan": {"lm_head": "sequence_parallel"}}, "lm_head: has the style 'sequence_parallel'"),
         ({}, {"ep": "tp"}, "LlamaForCausalLM: has no expert plan"),
         ({}, {"tp": "dp"}, "dp"),
-        ({}, {"ep": "fsdp"}, "'fsdp': is the axis over which VirtualMesh(fsdp=2, tp=2) cuts all state"),
+        ({}, {"ep": "fsdp"}, "'fsdp': is an axis over which VirtualMesh(fsdp=2, tp=2) cuts all state"),
         ({}, {"split": {}}, "split: is given"),
         (
             {"tie_word_embeddings": True},

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "plan: is given, and neither tp nor ep": (make, {"tp": None, "plan": {"lm_head": "replicate"}}),
     "has 1 heads, to be split over 2 ranks": (lambda: make(num_key_value_heads=1), {}),
     "mesh axis 'ep'": (make, {"ep": "ep"}),
-    "is the axis over which": (make, {"tp": "fsdp"}),
+    "is an axis over which": (make, {"tp": "fsdp"}),
     "LlamaForCausalLM: has no expert plan": (make, {"tp": None, "ep": "tp"}),
     "quantize": (make, {"quantize": "int8"}),
 }
