@@ -105,7 +105,7 @@ class Walk:
         return self._memory[node]
 
     def _infer(self, node: Node, operation: Operation) -> Kind:
-        if not operation.waits and operation.names != "position":  # these take a buffer, and check it in their rules
+        if not operation.waits and not operation.takes_buffers:  # these check the buffer in their rules
             self._refuse_buffers(node)
         kind = operation.kind(self, node)
         return self._check(node, operation, kind) if operation.is_foreign else kind

@@ -112,6 +112,8 @@ class Operation:
     * `is_derived`: passes repeat the operation rather than keep a gathered leaf alive for it, because it is so cheap.
     * `is_pointwise`: each element of the result depends only on the elements at its position.
     * `takes_shape`: the operation takes the shapes of its operands, and reads none of their elements.
+    * `takes_buffers`: the operation takes gathered or scattered buffers, padding included. Its rule for kinds refuses
+      the buffers that it does not take.
     * `is_random(node)`: whether the operation draws from a generator of torch.
     * `body(node)`: for a loop, the program that it runs once for each turn.
     * `early(node)`: for a loop, the nodes of its body that start in front of their turn -> so many turns early.
@@ -154,6 +156,7 @@ class Operation:
     is_derived: bool = False
     is_pointwise: bool = False
     takes_shape: bool = False
+    takes_buffers: bool = False
     is_random: Callable[[Node], bool] = _never
     body: Callable[[Node], Program] | None = None
     early: Callable[[Node], Mapping[Node, int]] | None = None

@@ -1,0 +1,48 @@
+"""A second copy of the weights inside of each node: hpZ of ZeRO++ (Wang et al., 2023, arXiv:2306.10209).
+
+    mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("node", "local"))  # state lies along both axes
+    step = fzero.shard(train_step, mesh, passes=passes.insert(passes.defaults(stage=3), hpz, before="prefetch"))
+
+The first gather of a bucket of N ranks with S elements each moves 4 N S bytes over both axes. Each further gather of the
+step, such as that of the backward pass, moves 4 N S bytes over "local", and none between nodes. From the first to the
+last of these gathers each rank of n nodes keeps 4 n S bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero import FzeroError, Program, ops
+from fzero.variants.parts import gather_parts, keep_part
+
+
+def hpz(program: Program, *, axis: str = "local") -> Program:
+    """Gather each bucket once over all ranks that state lies along, in a step or in a turn of a loop. Each rank keeps a
+    part of what it gathered, and later gathers are of these parts, along `axis`. Same results, bit for bit.
+
+    Raises:
+        FzeroError: where state does not lie along `axis` and another axis; where no bucket is gathered twice, as at
+            stages 1 and 2; where no bucket is gathered twice in a turn of a loop that gathers, as in `fzero.scan`.
+    """
+    program, mesh, first = program.copy(), program.mesh, dict[Any, Any]()
+    if axis not in mesh.shard_axes or len(mesh.shard_axes) == 1:
+        problem = f"gathers again along {axis!r}, and state lies along {mesh.shard_axis!r} of {mesh}"
+        raise FzeroError("pass 'hpz'", problem, 'make a mesh with the axes "node" and "local"')
+    gathers = [x for x in program.graph.nodes if x.op == "call_function" and ops.record(x).starts == "gathered"]
+    for node in gathers:
+        slices, bucket, leaves, numel = node.args
+        kept = first.setdefault((*slices, bucket, *leaves, *node.kwargs.items()), node)
+        if kept is node:
+            continue
+        (buffer,) = kept.users
+        known = [x for x in buffer.users if ops.is_call(x, keep_part)]
+        with program.graph.inserting_after(buffer):
+            size = numel // mesh.size(axis)
+            part = known[0] if known else program.emit(keep_part, buffer, bucket, leaves, size, axis)
+        with program.graph.inserting_before(node):
+            program.substitute(node, program.emit(gather_parts, part, bucket, leaves, numel, axis))
+    is_empty = bool(gathers) if program.is_body else not program.find(gather_parts)
+    if is_empty and len(first) == len(gathers):
+        problem = f"finds {len(gathers)} gathers{' in a loop' * program.is_body}, and no bucket that is gathered twice"
+        raise FzeroError("pass 'hpz'", problem, "put it behind the pass release, at stage 3 and without fzero.scan")
+    return program
