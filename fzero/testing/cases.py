@@ -17,6 +17,7 @@ CORNERS = (
     _SMALL,
     replace(_SMALL, mesh=_THREE, ops=(_DENSE, _LINEAR), layers=2, optimizer=Optimizer("momentum")),
     replace(_SMALL, mesh=VirtualMesh(replica=2, fsdp=2)),
+    replace(_SMALL, mesh=VirtualMesh(node=2, local=2), ops=(_DENSE, _LINEAR, Op("linear", -1, 0, 2)), layers=3),
     replace(_SMALL, stage=1, microbatches=2),
     replace(_SMALL, stage=2, layers=2, ops=(_DENSE, _LINEAR), donate=False),
     replace(_SMALL, layers=3, loop="scan"),

@@ -68,8 +68,9 @@ def check_pass(
       those of the step without the pass. The last two hold within `atol + rtol * |expected|`, or by default the step's
       own tolerance. All calls draw the same random numbers.
     * No result depends on padding.
-    * `bytes(program)` is what each collective moves in all, such as `{"all_gather": 4096}`, and `peak(program)` is the
-      most bytes that the step may need. Both are given the program without the pass.
+    * `bytes(program)` is what each collective moves in all, such as `{"all_gather": 4096}`, or all of them by axis,
+      such as `{"all_gather over local": 4096}`. `peak(program)` is the most bytes that the step may need. Both get the
+      program without the pass.
 
     A step that the pass refuses with an error that begins with "pass 'its name'" is left out.
 
@@ -170,10 +171,10 @@ class _Trial:
 
     def _find_cost(self, without: Program, program: Program) -> str | None:
         if self._bytes is not None:
-            moved = Counter[str]()
+            moved, wanted = Counter[str](), {key: nbytes for key, nbytes in self._bytes(without).items() if nbytes}
+            has_axes = any(" over " in key for key in wanted)
             for entry in program.comm():
-                moved[entry.op] += entry.nbytes
-            wanted = {op: nbytes for op, nbytes in self._bytes(without).items() if nbytes}
+                moved[f"{entry.op} over {entry.axis}" if has_axes else entry.op] += entry.nbytes
             if dict(moved) != wanted:
                 return f"moves {dict(moved)} bytes, and the formula gives {wanted}"
         peak, most = program.memory().peak, None if self._peak is None else self._peak(without)

@@ -3,9 +3,9 @@
     mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("node", "local"))  # state lies along both axes
     step = fzero.shard(train_step, mesh, passes=passes.insert(passes.defaults(stage=3), hpz, before="prefetch"))
 
-The first gather of a bucket of N ranks with S elements each moves 4 N S bytes over both axes. Each further gather of the
-step, such as that of the backward pass, moves 4 N S bytes over "local", and none between nodes. From the first to the
-last of these gathers each rank of n nodes keeps 4 n S bytes.
+The first gather of a bucket of N ranks with S elements each moves 4 N S bytes over both axes. Each further gather of
+the step, such as that of the backward pass, moves 4 N S bytes over "local", and none between nodes. From the first to
+the last of these gathers each rank keeps 4 n S bytes, where there are n nodes.
 """
 
 from __future__ import annotations

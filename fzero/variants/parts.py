@@ -21,8 +21,8 @@ keep_part = ops.define(
     fake=lambda buffer, bucket, leaves, numel, axis: buffer.new_empty(numel),
     work=lambda node: ops.Work(0, 2 * node.meta["val"].nbytes),
 )  # fmt: skip
-"""`(buffer, bucket, leaves, numel, axis)`: the `numel` elements of a gathered buffer at this rank's position along `axis`,
-of as many equal parts as there are positions."""
+"""`(buffer, bucket, leaves, numel, axis)`: a part of `numel` elements of a gathered buffer, that of this rank along
+`axis`."""
 
 
 def _perform_gather(program: Program, node: Any, rank: Any) -> Callable[..., Any]:

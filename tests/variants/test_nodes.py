@@ -1,0 +1,146 @@
+"""State along two axes, node and local: gathers inside of a node (hpZ), gathers in two hops (MiCS), on real ranks too."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero
+from fzero import FzeroError, VirtualMesh, checkpoint, ops, passes, tree
+from fzero.passes.run import Pass
+from fzero.testing import Op, TrainStep, check_pass
+from fzero.variants.hpz import hpz
+from fzero.variants.mics import mics
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
+NODES = VirtualMesh(node=2, local=2)
+STEP = TrainStep(NODES, (Op("dense"), Op("linear", -1, 0, 1), Op("linear", -1, 0, 2)), width=5, layers=3)
+NARROW = replace(STEP, mesh=VirtualMesh(replica=2, node=2, local=2), dtypes=("bfloat16",) * 4, donate=False)
+OPTIMIZER = fzero.optim.adamw(1e-2)
+
+
+def count_hpz(program: fzero.Program, turns: int = 1) -> dict[str, int]:
+    """In each turn the first gather of a bucket is over all ranks, each further one inside of the node."""
+    moved, gathers = Counter[str](), defaultdict[Any, list[int]](list)
+    for entry in program.comm():
+        if entry.op == "all_gather":
+            gathers[entry.bucket].append(entry.nbytes)
+        else:
+            moved[f"{entry.op} over {entry.axis}"] += entry.nbytes
+    for sizes in gathers.values():
+        moved["all_gather over node+local"] += turns * sizes[0]
+        moved["all_gather over local"] += sum(sizes) - turns * sizes[0]
+    return moved
+
+
+def peak_of_hpz(program: fzero.Program) -> int:
+    """A rank keeps a part of each bucket that is gathered twice: as much as one of the ranks inside of a node has."""
+    sizes = Counter[Any]()
+    for entry in program.comm():
+        sizes[entry.bucket, entry.nbytes] += entry.op == "all_gather"
+    again = sum(nbytes for (_, nbytes), count in sizes.items() if count > 1)
+    return program.memory().peak + again // program.mesh.size("local")
+
+
+def count_mics(program: fzero.Program) -> dict[str, int]:
+    """A gather moves the parts of its node's ranks at one position between nodes, and all of it inside of each."""
+    moved = Counter[str]()
+    for entry in program.comm():
+        hops = {entry.axis: entry.nbytes}
+        if entry.op == "all_gather":
+            hops = {"node": entry.nbytes // program.mesh.size("local"), "local": entry.nbytes}
+        for axis, nbytes in hops.items():
+            moved[f"{entry.op} over {axis}"] += nbytes
+    return moved
+
+
+@functools.cache
+def weights() -> Any:
+    draw = torch.Generator().manual_seed(0)
+    return {name: {"w": torch.randn(8, 8, generator=draw) / 3, "b": torch.zeros(8)} for name in "abc"}
+
+
+def train_step(params: Any, opt_state: Any, x: Tensor) -> Any:
+    def loss_fn(params: Any) -> Tensor:
+        h = x
+        for layer in params.values():
+            h = (h @ layer["w"] + layer["b"]).tanh()
+        return h.square().mean()
+
+    loss, grads = fzero.value_and_grad(loss_fn)(params)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return fzero.optim.apply_updates(params, updates), opt_state, loss
+
+
+def batch_of(number: int) -> Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(number))
+
+
+def with_pass(rewrite: Pass) -> tuple[Pass, ...]:
+    return passes.insert(passes.defaults(stage=3), rewrite, before="prefetch")
+
+
+def train(step: Any, mesh: Any, rows: slice) -> tuple[Any, Any]:
+    params = fzero.partition(weights(), mesh)
+    opt_state = OPTIMIZER.init(params)
+    for number in range(2):
+        params, opt_state, _ = step(params, opt_state, batch_of(number)[rows])
+    return params, opt_state
+
+
+def train_on_nodes(line: DeviceMesh, folder: Path) -> list[Any]:
+    """The weights by each pass. The last state is saved."""
+    mesh, found, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES.names), list[Any](), line.get_rank()
+    for rewrite in (hpz, mics):
+        step = fzero.shard(train_step, mesh, passes=with_pass(rewrite))
+        params, opt_state = train(step, mesh, slice(2 * rank, 2 * rank + 2))
+        found.append(fzero.unpartition(params))
+    checkpoint.save(folder, {"params": params, "opt_state": opt_state}, step=2)
+    return found
+
+
+def test_real_ranks_are_the_virtual_ones_and_their_state_goes_on_elsewhere(tmp_path: Path) -> None:
+    every = slice(None)
+    params, opt_state = train(fzero.simulate(train_step, NODES), NODES, every)
+    expected = tree.leaves(fzero.unpartition({"params": params, "opt_state": opt_state}))
+    for found in run(4, train_on_nodes, tmp_path / "saved"):
+        for got in found:
+            assert all(map(torch.equal, tree.leaves(got), tree.leaves(fzero.unpartition(params))))
+    for mesh in (VirtualMesh(fsdp=3), VirtualMesh(replica=2, node=1, local=3)):
+        empty = fzero.partition(weights(), mesh)
+        state = checkpoint.load(tmp_path / "saved", {"params": empty, "opt_state": OPTIMIZER.init(empty)})
+        assert all(map(torch.equal, tree.leaves(fzero.unpartition(state)), expected))
+
+
+def test_results_bytes_and_memory_are_those_of_the_formulas() -> None:
+    loop = replace(STEP, mesh=VirtualMesh(node=3, local=2), microbatches=2, loop="each")
+    assert check_pass(hpz, bytes=count_hpz, peak=peak_of_hpz, cases=[STEP, NARROW]) == 2
+    assert check_pass(hpz, bytes=partial(count_hpz, turns=2), peak=peak_of_hpz, cases=[loop]) == 1
+    assert check_pass(mics, bytes=count_mics, cases=[STEP, NARROW, loop]) == 3
+
+
+def trace(rewrite: Pass, mesh: VirtualMesh, stage: int = 3, before: str = "prefetch") -> fzero.Program:
+    params = fzero.partition(weights(), mesh)
+    chosen = passes.insert(passes.defaults(stage=stage), rewrite, before=before)
+    return fzero.simulate(train_step, mesh, passes=chosen).trace(params, OPTIMIZER.init(params), batch_of(0))
+
+
+def test_what_a_pass_cannot_gather_otherwise_is_refused_by_name() -> None:
+    for rewrite in (hpz, mics):
+        with pytest.raises(FzeroError, match=rf"pass '{rewrite.__name__}': .* 'fsdp' of .*; .*\"node\" and \"local\""):
+            trace(rewrite, VirtualMesh(replica=2, fsdp=2))
+    with pytest.raises(FzeroError, match="pass 'hpz': finds 3 gathers, and no bucket that is gathered twice; put it"):
+        trace(hpz, NODES, stage=2)
+    with pytest.raises(FzeroError, match="pass 'mics': finds 0 gathers over 'node.local' of .*; put it behind the pass b"):
+        trace(mics, NODES, before="bucket")
