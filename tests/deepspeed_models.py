@@ -48,7 +48,7 @@ def make_batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 def make_engine(config: Any, **how: Any) -> Any:
     model = how.pop("model", None) or make_model()
-    return fzero.deepspeed.initialize(model=model, config=config, mesh=MESH, **how).engine
+    return fzero.deepspeed.initialize(model=model, config=config, **{"mesh": MESH, **how}).engine
 
 
 def run_loop(engine: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:

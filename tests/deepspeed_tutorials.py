@@ -473,7 +473,7 @@ def tiled_linear(library: Any, folder: Path) -> list[float]:
     return []
 
 
-@case("zeropp", "zero_hpz_partition_size", refused="zero_hpz_partition_size: is 2, which is not supported; give a mesh")
+@case("zeropp", "zero_hpz_partition_size", refused="mesh: 1 ranks are no nodes of 2; give a number of ranks")
 def zeropp(library: Any, folder: Path) -> list[float]:
     model, block = Loss(), {"stage": 3, "zero_hpz_partition_size": 2}
     library.initialize(model=model, config=CONFIG | {"zero_optimization": block})

@@ -25,10 +25,11 @@ from fzero.deepspeed.plan import EnginePlan, agree_on_plan, make_plan
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.programs import list_names
 from fzero.deepspeed.quantized import quantize_frozen
+from fzero.deepspeed.settings import GROUP, SECOND_COPY
 from fzero.optim.groups import combine
 from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
-from fzero.training.meshes import PORT, find_local_rank, make_mesh, split_world
+from fzero.training.meshes import EVENLY, PORT, Spread, find_local_rank, make_mesh, split_world
 from fzero.training.models import (
     WHOLE,
     Bound,
@@ -110,7 +111,7 @@ def initialize(
     with torch_private.disable_modes() if is_deferring() else nullcontext():  # suspends a zero.Init around this call
         on = find_ranks(make_mesh(local_rank, distributed_port, dist_init_required) if mesh is None else mesh)
         planned = agree_on_plan(on, plan)
-        mesh = choose_mesh(mesh, planned.shard, local_rank, distributed_port, dist_init_required)
+        mesh = choose_mesh(mesh, planned.settings.spread, local_rank, distributed_port, dist_init_required)
         engine = _build_engine(planned, loss, mesh, local_rank)
         if training_data is not None:
             engine.training_dataloader = load(training_data, collate_fn, planned.settings, mesh)
@@ -139,19 +140,18 @@ def _refuse_use(name: str, path: str, what: str) -> FzeroError:
     return FzeroError(f"{name}: {path}" if path else name, problem, way_out)
 
 
-def choose_mesh(mesh: Any, shard: int | None, local_rank: int, port: int, required: bool | None) -> Any:
-    """The mesh that is given, or one of all ranks. With `shard`, the `mics_shard_size` of a configuration, state lies
-    along so many ranks, and each group of these holds all of it.
+def choose_mesh(mesh: Any, spread: Spread, local_rank: int, port: int, required: bool | None) -> Any:
+    """The mesh that is given, or one of all ranks, over which state is spread as a configuration wants it.
 
     Raises:
-        FzeroError: for a mesh that is given and whose state lies along other ranks.
+        FzeroError: for a mesh that is given and whose state is spread otherwise.
     """
     if mesh is None:
-        return make_mesh(local_rank, port, required, shard=shard)
+        return make_mesh(local_rank, port, required, spread=spread)
     shape = mesh_shape(mesh)
-    if shard is not None and shape.sizes != split_world(shape.size(), shard):
-        problem = f"is {shard}, and mesh= is {shape}"
-        raise FzeroError("zero_optimization.mics_shard_size", problem, "give one of both")
+    if spread != EVENLY and shape.sizes != split_world(shape.size(), spread):
+        key, size = (SECOND_COPY, spread.local) if spread.shard is None else (GROUP, spread.shard)
+        raise FzeroError(key, f"is {size}, and mesh= is {shape}", "give one of both")
     return mesh
 
 

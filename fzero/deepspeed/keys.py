@@ -219,7 +219,6 @@ _ZERO_IGNORED = (
     ("log_trace_cache_warnings", "bool", False, 'a step that is traced again says why in the logger "fzero"'),
     ("enable_sanity_checks", "bool", False, "programs are verified in any case"),
     ("save_muon_momentum_buffer_in_memory", "bool", False, "the momentum lies where optimizer state lies"),
-    ("mics_hierarchical_params_gather", "bool", False, "a gather is one collective of the ranks along fsdp"),
     ("leaf_module.*", "dict", None, "gathers follow uses, not modules"),
 )  # fmt: skip
 
@@ -241,6 +240,8 @@ ZERO = (
         ("offload_param.nvme_path", "str", None, "the folder of `fzero.disk()`"),
         ("stage3_partition_stream_chunk_size", "int", None, "`chunk` of `fzero.shard`, in bytes"),
         ("mics_shard_size", "int", -1, "at stage 3, the mesh (replica, fsdp) with so many ranks along fsdp"),
+        ("mics_hierarchical_params_gather", "bool", False, "groups of several hosts: the pass `fzero.variants.mics`"),
+        ("zero_hpz_partition_size", "int", 1, "at stage 3, the mesh (node, local), and the pass `fzero.variants.hpz`"),
         ("zero_quantized_weights", "bool", False, "at stage 3, the pass `fzero.variants.int8_gather`"),
         ("zero_quantized_gradients", "bool", False, "at stage 3, the pass `fzero.variants.int8_mean`"),
         (
@@ -272,7 +273,6 @@ ZERO = (
         "refused",
         ("offload_optimizer.super_offload", "bool", False, "offload_optimizer.device is what there is"),
         ("zenflow", "dict", None, "offload_optimizer.device is what there is"),
-        ("zero_hpz_partition_size", "int", 1, "give a mesh with the axes replica and fsdp"),
         ("zeropp_loco_param", "dict", None, _REMOVED),
     ),
     *_keys("zero_optimization.", "no meaning", *_ZERO_IGNORED),

@@ -13,7 +13,7 @@ from fzero.deepspeed.keys import KEYS
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.reading import Values, look_up, read_config
 from fzero.deepspeed.schedulers import Scheduled, schedule_groups
-from fzero.deepspeed.settings import MONITORS, SIZES, Settings, find_shard_size, resolve_auto, settle
+from fzero.deepspeed.settings import MONITORS, SIZES, Settings, resolve_auto, settle
 from fzero.deepspeed.tables import convert_scheduler
 from fzero.optim.base import GradientTransformation
 from fzero.optim.groups import convert_optimizer, list_groups
@@ -30,7 +30,6 @@ class EnginePlan(NamedTuple):
 
     model: nn.Module
     settings: Settings
-    shard: int | None  # `mics_shard_size`: how many ranks state lies along; None for all
     groups: list[Group] | GradientTransformation | None  # of parameters and their optimizers
     scheduled: Scheduled | Plateau
     given: Any  # the optimizer that `initialize` was given, or that its function made
@@ -62,8 +61,8 @@ def make_plan(
     groups = _find_groups(optimizer, model_parameters, settings, model)
     scheduled = _schedule(groups, settings, lr_scheduler, optimizer)
     numbers = {**dict(zip(SIZES, settings[:3])), "gradient_clipping": settings.clipping}
-    lines = [*_list_keys(given | numbers), *_list_groups(groups)]
-    return EnginePlan(model, settings, find_shard_size(given), groups, scheduled, optimizer, lines)
+    lines = [*_list_keys(given | numbers), f"configuration of ranks: {settings.spread}", *_list_groups(groups)]
+    return EnginePlan(model, settings, groups, scheduled, optimizer, lines)
 
 
 def agree_on_plan(on: Ranks, make: Callable[[], EnginePlan]) -> EnginePlan:

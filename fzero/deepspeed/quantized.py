@@ -1,4 +1,4 @@
-"""Quantized: ZeRO++ of a configuration, as passes of an engine's programs and codes of frozen leaves."""
+"""Quantized: ZeRO++ and MiCS of a configuration, as passes of an engine's programs and codes of frozen leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from fzero.base.frozen import is_frozen
 from fzero.deepspeed.settings import Settings
 from fzero.passes.run import Pass
 from fzero.values.quantized import is_quantized
+from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
 from fzero.variants.int8_mean import int8_mean
+from fzero.variants.mics import mics
 
 BLOCK = 256
 """The elements that share a scale."""
@@ -22,7 +24,9 @@ BLOCK = 256
 def choose_passes(settings: Settings, *, in_place: bool) -> tuple[Pass, ...] | None:
     """The passes of an engine's program; None for the default ones. With `in_place` the program donates its state. The
     program of an update gathers no weights, that of an evaluation scatters no gradients."""
-    added = [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
+    spread = settings.spread
+    added: list[Any] = [] if spread.local is None else [hpz if spread.shard is None else mics]
+    added += [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
     if not added:
         return None
     plan = passes.Plan(settings.stage, in_place=in_place, reduce_dtype=settings.reduce_dtype, chunk=settings.chunk)

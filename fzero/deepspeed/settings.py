@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from fzero.base.placement import Host, Placement, disk
 from fzero.deepspeed.keys import KEYS
 from fzero.deepspeed.reading import Values, look_up, render_table
 from fzero.optim import loss_scale
+from fzero.training.meshes import Spread
 
 CLIPS_BY_DEFAULT = (0, 19)
 """The first version of DeepSpeed in which a missing `gradient_clipping` is 1.0; it was 0 before."""
+GROUP, SECOND_COPY = (f"zero_optimization.{x}" for x in ("mics_shard_size", "zero_hpz_partition_size"))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 _log = logging.getLogger("fzero")
@@ -51,6 +54,7 @@ class Settings(NamedTuple):
     quantizes_weights: bool  # that are gathered
     quantizes_gradients: bool
     quantizes_frozen: bool  # as they are held
+    spread: Spread
 
 
 def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None, rank: int = 0) -> Settings:
@@ -95,6 +99,7 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         _find_block(given, "flops_profiler"),
         look_up(given, "wall_clock_breakdown"),
         *(_quantizes(given, what, stage) for what in ("weights", "gradients", "nontrainable_weights")),
+        spread=find_spread(given),
     )
 
 
@@ -257,18 +262,32 @@ def _find_autocast(given: Values, compute: torch.dtype | None) -> torch.dtype | 
     return torch.bfloat16
 
 
-def find_shard_size(given: Values) -> int | None:
-    """The ranks of a group of MiCS, which holds all state; None for all ranks.
+def find_spread(given: Values) -> Spread:
+    """How state is spread over ranks: in groups (MiCS), of which those of several hosts gather in two hops if that is
+    wanted; or over all ranks, of which each node has a second copy of weights (hpZ).
 
     Raises:
-        FzeroError: at other stages than 3.
+        FzeroError: at other stages than 3; for groups and a second copy; for weights that are quantized in two hops.
     """
-    path = "zero_optimization.mics_shard_size"
-    size = look_up(given, path)
-    if size == "auto" or size < 1:
+    shard, copy = (_find_size(given, key, least) for key, least in ((GROUP, 1), (SECOND_COPY, 2)))
+    host, hops = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "zero_optimization.mics_hierarchical_params_gather"
+    if shard is not None and copy is not None:
+        raise FzeroError(SECOND_COPY, f"is {copy}, and {GROUP} is {shard}", "leave one of both out")
+    if shard is None or not look_up(given, hops) or not 1 < host < shard:
+        return Spread(shard, copy)
+    if look_up(given, "zero_optimization.zero_quantized_weights"):
+        problem = f"is true, and so is {hops}, with {GROUP} {shard} on hosts of {host} ranks"
+        raise FzeroError("zero_optimization.zero_quantized_weights", problem, "leave one of both out")
+    return Spread(shard, host)
+
+
+def _find_size(given: Values, path: str, least: int) -> int | None:
+    """A number of ranks at stage 3; None where the key asks for nothing."""
+    size, stage = look_up(given, path), _find_stage(given)
+    if size == "auto" or size < least:
         return None
-    if _find_stage(given) != 3:
-        problem = f"is {size} at stage {_find_stage(given)}, where DeepSpeed has no groups"
+    if stage != 3:
+        problem = f"is {size} at stage {stage}, where DeepSpeed has no groups"
         raise FzeroError(path, problem, "give zero_optimization.stage 3")
     return int(size)
 

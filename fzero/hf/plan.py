@@ -10,15 +10,16 @@ import torch
 
 from fzero import optim, precision, tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import SHARD_AXIS, VirtualMesh
+from fzero.base.mesh import SHARD_AXES, SHARD_AXIS, VirtualMesh
 from fzero.base.placement import Placement, host
 from fzero.deepspeed.quantized import choose_passes
 from fzero.deepspeed.reading import Values
-from fzero.deepspeed.settings import Settings, find_shard_size
+from fzero.deepspeed.settings import GROUP, SECOND_COPY, Settings
 from fzero.hf.ds_config import read_deepspeed
 from fzero.hf.fsdp import read_fsdp, read_parallelism
 from fzero.hf.optimizers import BLOCK, has_codes
 from fzero.optim.loss_scale import LossScale
+from fzero.training.meshes import EVENLY, Spread
 from fzero.training.models import WHOLE
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +36,7 @@ class TrainerPlan(NamedTuple):
     scaler: LossScale | None = None
     optimizer_at: Placement | None = None
     offload_ratio: float = 1.0
-    shard: int | None = None  # how many ranks state lies along; None for all
+    spread: Spread = EVENLY
     is_checkpointed: bool = False  # each layer, beside what transformers does
     settings: Settings | None = None  # of a ds_config
     keys: Values | None = None  # of a ds_config
@@ -62,7 +63,7 @@ def make_plan(args: Any, stage: int | None) -> TrainerPlan:
         plan = _follow_deepspeed(plan, args)
     if args.fsdp:
         wanted = read_fsdp(args)
-        plan = plan._replace(stage=wanted.stage, is_checkpointed=wanted.is_checkpointed, shard=wanted.shard)
+        plan = plan._replace(stage=wanted.stage, is_checkpointed=wanted.is_checkpointed, spread=Spread(wanted.shard))
         if wanted.offloads:
             plan = plan._replace(held={**held, "to": host()}, optimizer_at=host())
     if (args.deepspeed or args.fsdp) and stage not in (None, plan.stage):
@@ -91,21 +92,21 @@ def _follow_deepspeed(plan: TrainerPlan, args: Any) -> TrainerPlan:
         scaler=settings.scaler or (never if settings.skips_nonfinite else None),
         optimizer_at=settings.optimizer_at,
         offload_ratio=settings.offload_ratio,
-        shard=find_shard_size(keys),
+        spread=settings.spread,
         settings=settings,
         keys=keys,
     )
 
 
-def find_shard(plan: TrainerPlan, args: Any) -> int | None:
-    """How many ranks state lies along, for a mesh that the arguments choose; None for all ranks.
+def find_spread(plan: TrainerPlan, args: Any) -> Spread:
+    """How state is spread over ranks, for a mesh that the arguments choose.
 
     Raises:
         FzeroError: as `read_parallelism`.
     """
     if args.parallelism_config is not None:
-        return read_parallelism(args.parallelism_config, args.world_size)[SHARD_AXIS]
-    return plan.shard
+        return Spread(read_parallelism(args.parallelism_config, args.world_size)[SHARD_AXIS])
+    return plan.spread
 
 
 def check_mesh(plan: TrainerPlan, args: Any, shape: VirtualMesh) -> None:
@@ -119,10 +120,11 @@ def check_mesh(plan: TrainerPlan, args: Any, shape: VirtualMesh) -> None:
         if shape.sizes not in (axes, {"replica": 1, **axes}):
             problem = f"asks for the axes {axes}, and mesh= is {shape}"
             raise FzeroError("parallelism_config", problem, "leave one of both out")
-    if plan.shard is not None and args.deepspeed and shape.sizes.get(SHARD_AXIS) != plan.shard:
-        problem = f"is {plan.shard}, and mesh= is {shape}"
-        raise FzeroError("deepspeed: zero_optimization.mics_shard_size", problem, "leave one of both out")
-    if plan.shard is not None and args.fsdp and "replica" not in shape.sizes:
+    (shard, local), size = plan.spread, shape.size(shape.shard_axis)
+    if args.deepspeed and not (shard in (None, size) and local in (None, shape.sizes.get(SHARD_AXES[-1]))):
+        key, wanted = (SECOND_COPY, local) if shard is None else (GROUP, shard)
+        raise FzeroError(f"deepspeed: {key}", f"is {wanted}, and mesh= is {shape}", "leave one of both out")
+    if shard is not None and args.fsdp and "replica" not in shape.sizes:
         problem = f"is hybrid, and mesh= is {shape}, which has no replicas"
         raise FzeroError("fsdp_config: reshard_after_forward", problem, "leave one of both out")
 

@@ -34,7 +34,7 @@ from fzero.hf.checks import (
 from fzero.hf.codes import quantize_base, read_quantize
 from fzero.hf.generation import Generator
 from fzero.hf.padding import cut_to_own, pad_to_longest
-from fzero.hf.plan import check_mesh, enable_checkpointing, find_shard, hide, make_plan, place
+from fzero.hf.plan import check_mesh, enable_checkpointing, find_spread, hide, make_plan, place
 from fzero.hf.pretrained import Pretrained, join_slices, refuse_merge
 from fzero.hf.progress import MemoryTracker, TracedState
 from fzero.hf.scaling import Scaler, make_unscale
@@ -50,7 +50,7 @@ from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
 from fzero.program.plan import check_stage
 from fzero.ranks.together import tell_others
-from fzero.training.meshes import PORT, find_local_rank, make_mesh
+from fzero.training.meshes import EVENLY, PORT, find_local_rank, make_mesh
 from fzero.training.models import (
     Bound,
     Call,
@@ -156,9 +156,9 @@ class Trainer(Updates):
         check_plugins(self)
         if self._plan.scaler is not None:
             self.accelerator.scaler = Scaler(self._find_scale, self._drop)
-        shard = None if self._is_given else find_shard(self._plan, args)
-        if self.mesh is None or shard is not None:
-            self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, shard=shard)
+        spread = EVENLY if self._is_given else find_spread(self._plan, args)
+        if self.mesh is None or spread != EVENLY:
+            self.mesh = make_mesh(find_local_rank(args), PORT, None, args.device.type, spread=spread)
         check_mesh(self._plan, args, mesh_shape(self.mesh))
         self._adopt()
         if pretrained is not None:  # nothing is refused from here on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import SHARD_AXIS
+from fzero.base.mesh import SHARD_AXES, SHARD_AXIS
 
 PORT = 29500
 """DeepSpeed's, and torchrun's, port of rank 0."""
+
+
+class Spread(NamedTuple):
+    """How state is spread over ranks.
+
+    `shard` neighbours hold all state, and other groups of these hold the same; None for one group of all ranks. Of a
+    group `local` neighbours share a node, and state lies along two axes, "node" and "local"; None for one axis.
+    """
+
+    shard: int | None = None
+    local: int | None = None
+
+
+EVENLY = Spread()
 
 
 def find_local_rank(args: Any) -> int:
@@ -26,35 +40,36 @@ def find_local_rank(args: Any) -> int:
 
 
 def make_mesh(
-    local_rank: int, port: int, required: bool | None, device: str | None = None, *, shard: int | None = None
+    local_rank: int, port: int, required: bool | None, device: str | None = None, *, spread: Spread = EVENLY
 ) -> DeviceMesh:
-    """The mesh of all ranks: along one axis, or in groups of `shard` ranks, each of which holds all state. Makes the
-    process group where there is none. `device` is "cpu" or "cuda", by default "cuda" where torch finds it.
+    """The mesh of all ranks over which state is spread so: by default along one axis. Makes the process group where
+    there is none. `device` is "cpu" or "cuda", by default "cuda" where torch finds it.
 
     Raises:
-        FzeroError: where groups of `shard` ranks do not make up all ranks.
+        FzeroError: as `split_world`.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     init_distributed(distributed_port=port, dist_init_required=required)
-    sizes = split_world(dist.get_world_size(), shard)
+    sizes = split_world(dist.get_world_size(), spread)
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def split_world(world: int, shard: int | None) -> dict[str, int]:
-    """The axes of a mesh of `world` ranks and their sizes, where state lies along `shard` ranks; None for all ranks.
+def split_world(world: int, spread: Spread) -> dict[str, int]:
+    """The axes of a mesh of `world` ranks, over which state is spread so, and their sizes.
 
     Raises:
-        FzeroError: as `make_mesh`.
+        FzeroError: where ranks are no groups of so many, or those of a group no nodes.
     """
-    if shard is None:
-        return {SHARD_AXIS: world}
-    if shard < 1 or world % shard:
-        problem = f"{world} ranks are no groups of {shard}"
-        raise FzeroError("mesh", problem, f"give a number of ranks that divides {world}, or mesh=")
-    return {"replica": world // shard, SHARD_AXIS: shard}
+    shard, local = world if spread.shard is None else spread.shard, spread.local
+    for what, ranks, size in (("groups", world, shard), ("nodes", shard, 1 if local is None else local)):
+        if size < 1 or ranks % size:
+            problem = f"{ranks} ranks are no {what} of {size}"
+            raise FzeroError("mesh", problem, f"give a number of ranks that divides {ranks}, or mesh=")
+    along = {SHARD_AXIS: shard} if local is None else dict(zip(SHARD_AXES, (shard // local, local)))
+    return along if spread.shard is None else {"replica": world // shard, **along}
 
 
 @check_arguments

@@ -16,13 +16,14 @@ from fzero import FzeroError, Program, ops
 from fzero.variants.parts import gather_parts, keep_part
 
 
-def hpz(program: Program, *, axis: str = "local") -> Program:
+def hpz(program: Program, *, axis: str = "local", strict: bool = True) -> Program:
     """Gather each bucket once over all ranks that state lies along, in a step or in a turn of a loop. Each rank keeps a
     part of what it gathered, and later gathers are of these parts, along `axis`. Same results, bit for bit.
 
     Raises:
-        FzeroError: where state does not lie along `axis` and another axis; where no bucket is gathered twice, as at
-            stages 1 and 2; where no bucket is gathered twice in a turn of a loop that gathers, as in `fzero.scan`.
+        FzeroError: where state does not lie along `axis` and another axis. If `strict`, where no bucket is gathered
+            twice, as at stages 1 and 2, or none in a turn of a loop that gathers, as in `fzero.scan`. Else such a
+            program, or loop, stays as it is.
     """
     program, mesh, first = program.copy(), program.mesh, dict[Any, Any]()
     if axis not in mesh.shard_axes or len(mesh.shard_axes) == 1:
@@ -42,7 +43,7 @@ def hpz(program: Program, *, axis: str = "local") -> Program:
         with program.graph.inserting_before(node):
             program.substitute(node, program.emit(gather_parts, part, bucket, leaves, numel, axis))
     is_empty = bool(gathers) if program.is_body else not program.find(gather_parts)
-    if is_empty and len(first) == len(gathers):
+    if strict and is_empty and len(first) == len(gathers):
         problem = f"finds {len(gathers)} gathers{' in a loop' * program.is_body}, and no bucket that is gathered twice"
         raise FzeroError("pass 'hpz'", problem, "put it behind the pass release, at stage 3 and without fzero.scan")
     return program

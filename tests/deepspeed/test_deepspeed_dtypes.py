@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_models import Classifier, make_batches, make_engine, make_model, run_loop
-from processes import run
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.deepspeed
 from fzero import FzeroError, VirtualMesh, tree
-from fzero.base.mesh import mesh_shape
-from fzero.deepspeed.initialize import choose_mesh
 from fzero.deepspeed.reading import read_config
-from fzero.deepspeed.settings import find_shard_size, settle
-from fzero.training.meshes import split_world
+from fzero.deepspeed.settings import settle
 
 PLAIN = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
@@ -89,29 +84,3 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_dtypes_that_contradict_each_other_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(FzeroError, match=said):
         settle(read_config(PLAIN | config), 2)
-
-
-def test_groups_of_mics_are_a_mesh_of_two_axes() -> None:
-    assert split_world(8, None) == {"fsdp": 8} and split_world(8, 2) == {"replica": 4, "fsdp": 2}
-    with pytest.raises(FzeroError, match=r"mesh: 8 ranks are no groups of 3; give a number of ranks that divides 8"):
-        split_world(8, 3)
-    mesh = VirtualMesh(replica=2, fsdp=4)
-    assert choose_mesh(mesh, 4, 0, 0, None) is mesh and choose_mesh(mesh, None, 0, 0, None) is mesh
-    with pytest.raises(FzeroError, match=r"mics_shard_size: is 2, and mesh= is VirtualMesh\(replica=2, fsdp=4\); give"):
-        choose_mesh(mesh, 2, 0, 0, None)
-    assert find_shard_size(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})) is None
-    with pytest.raises(FzeroError, match=r"mics_shard_size: is 2 at stage 2, .*; give zero_optimization\.stage 3"):
-        find_shard_size(read_config({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}))
-
-
-def train_in_groups(mesh: DeviceMesh) -> tuple[Any, list[float]]:
-    config = PLAIN | ADAMW | {"zero_optimization": {"stage": 3, "mics_shard_size": 1}}
-    engine = fzero.deepspeed.initialize(model=make_model(), config=config).engine
-    half = slice(4 * mesh.get_local_rank(), 4 * mesh.get_local_rank() + 4)
-    return mesh_shape(engine.mesh).sizes, run_loop(engine, [(x[half], y[half]) for x, y in make_batches(4)])
-
-
-def test_groups_of_mics_train_as_one() -> None:
-    expected = run_loop(make_engine(PLAIN | ADAMW), make_batches(4))
-    for sizes, losses in run(2, train_in_groups):
-        assert sizes == {"replica": 2, "fsdp": 1} and losses == pytest.approx(expected, rel=1e-5)
