@@ -32,10 +32,12 @@ from fzero import passes
 from fzero.passes.run import Pass
 from fzero.variants.bf16_scatter import bf16_scatter
 from fzero.variants.diloco import diloco
+from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
 from fzero.variants.int8_mean import int8_mean
 from fzero.variants.int8_scatter import int8_scatter
 from fzero.variants.loco_scatter import loco_scatter
+from fzero.variants.mics import mics
 from fzero.variants.power_sgd import power_sgd
 from fzero.variants.sign_scatter import sign_scatter
 from fzero.variants.topk_scatter import topk_scatter
@@ -53,19 +55,22 @@ NOISE = 1e-2  # of each initial weight of the control
 
 class Variant(NamedTuple):
     """A pass, the pass that it stands in front of, and how many ranks there are along "replica". Each step whose number
-    `every` divides has the pass `meets` in its place."""
+    `every` divides has the pass `meets` in its place. With `nodes` above 1 state lies along "node" and "local"."""
 
     rewrite: Pass | None = None
     before: str = "prefetch"
     replicas: int = 1
     every: int = 1
     meets: Pass | None = None
+    nodes: int = 1
 
 
 VARIANTS = {
     "exact": Variant(),
     "control": Variant(),
     "int8_gather": Variant(int8_gather),
+    "hpz": Variant(hpz, nodes=2),
+    "mics": Variant(mics, nodes=2),
     "bf16_scatter": Variant(bf16_scatter),
     "int8_mean": Variant(int8_mean),
     "int8_scatter": Variant(int8_scatter),
@@ -107,8 +112,10 @@ def train(
     `noise` disturbs each initial weight by about this part of its size.
     """
     torch.manual_seed(seed)
-    inside = {"fsdp": ranks // variant.replicas}
-    mesh = fzero.VirtualMesh(**({"replica": variant.replicas} if variant.replicas > 1 else {}), **inside)
+    sizes = {"replica": variant.replicas, "node": variant.nodes, "local": ranks // variant.replicas // variant.nodes}
+    if variant.nodes == 1:
+        sizes = {"replica": variant.replicas, "fsdp": ranks // variant.replicas}
+    mesh = fzero.VirtualMesh(**{axis: size for axis, size in sizes.items() if axis != "replica" or size > 1})
     params, apply = fzero.lower(GPT(CONFIG))
     params = fzero.tree.map(lambda p: p * (1 + noise * torch.randn(p.shape)), params)
     rate = fzero.optim.warmup_cosine_decay_schedule(0.0, RATE, steps // 10, steps, RATE / 10)
@@ -187,6 +194,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and batches")
     parser.add_argument(
+        "--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="beside the exact run"
+    )
+    parser.add_argument(
         "--table", type=Path, help="print the rows of docs/variants.md from such a file, and train nothing"
     )
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
@@ -199,6 +209,8 @@ def main() -> None:
     for seed in flags.seeds:
         exact: Outcome | None = None
         for name, variant in VARIANTS.items():
+            if name not in ("exact", *flags.only):
+                continue
             noise = NOISE if name == "control" else 0.0
             found = train(variant, flags.ranks, flags.steps, flags.stage, seed, noise, text)
             exact = exact or found

@@ -51,10 +51,10 @@ class Settings(NamedTuple):
     monitors: dict[str, dict[str, Any]]  # block -> its options, of the monitors that are enabled
     profiler: dict[str, Any] | None  # the options of flops_profiler
     wall_clock: bool
+    spread: Spread
     quantizes_weights: bool  # that are gathered
     quantizes_gradients: bool
     quantizes_frozen: bool  # as they are held
-    spread: Spread
 
 
 def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None, rank: int = 0) -> Settings:
@@ -98,8 +98,8 @@ def settle(given: Values, world: int, *, version: str = "0.19", args: Any = None
         {name: block for name in MONITORS if (block := _find_block(given, name)) is not None},
         _find_block(given, "flops_profiler"),
         look_up(given, "wall_clock_breakdown"),
+        find_spread(given),
         *(_quantizes(given, what, stage) for what in ("weights", "gradients", "nontrainable_weights")),
-        spread=find_spread(given),
     )
 
 
