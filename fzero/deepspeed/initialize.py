@@ -29,7 +29,7 @@ from fzero.deepspeed.settings import GROUP, SECOND_COPY
 from fzero.optim.groups import combine
 from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
-from fzero.training.meshes import EVENLY, PORT, Spread, find_local_rank, make_mesh, split_world
+from fzero.training.meshes import EVENLY, PORT, StateSpread, find_local_rank, make_mesh, split_world
 from fzero.training.models import (
     WHOLE,
     Bound,
@@ -140,7 +140,7 @@ def _refuse_use(name: str, path: str, what: str) -> FzeroError:
     return FzeroError(f"{name}: {path}" if path else name, problem, way_out)
 
 
-def choose_mesh(mesh: Any, spread: Spread, local_rank: int, port: int, required: bool | None) -> Any:
+def choose_mesh(mesh: Any, spread: StateSpread, local_rank: int, port: int, required: bool | None) -> Any:
     """The mesh that is given, or one of all ranks, over which state is spread as a configuration wants it.
 
     Raises:

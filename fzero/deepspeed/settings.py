@@ -13,7 +13,7 @@ from fzero.base.placement import Host, Placement, disk
 from fzero.deepspeed.keys import KEYS
 from fzero.deepspeed.reading import Values, look_up, render_table
 from fzero.optim import loss_scale
-from fzero.training.meshes import Spread
+from fzero.training.meshes import StateSpread
 
 CLIPS_BY_DEFAULT = (0, 19)
 """The first version of DeepSpeed in which a missing `gradient_clipping` is 1.0; it was 0 before."""
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     monitors: dict[str, dict[str, Any]]  # block -> its options, of the monitors that are enabled
     profiler: dict[str, Any] | None  # the options of flops_profiler
     wall_clock: bool
-    spread: Spread
+    spread: StateSpread
     quantizes_weights: bool  # that are gathered
     quantizes_gradients: bool
     quantizes_frozen: bool  # as they are held
@@ -262,7 +262,7 @@ def _find_autocast(given: Values, compute: torch.dtype | None) -> torch.dtype | 
     return torch.bfloat16
 
 
-def find_spread(given: Values) -> Spread:
+def find_spread(given: Values) -> StateSpread:
     """How state is spread over ranks: in groups (MiCS), of which those of several hosts gather in two hops if that is
     wanted; or over all ranks, of which each node has a second copy of weights (hpZ).
 
@@ -274,11 +274,11 @@ def find_spread(given: Values) -> Spread:
     if shard is not None and copy is not None:
         raise FzeroError(SECOND_COPY, f"is {copy}, and {GROUP} is {shard}", "leave one of both out")
     if shard is None or not look_up(given, hops) or not 1 < host < shard:
-        return Spread(shard, copy)
+        return StateSpread(shard, copy)
     if look_up(given, "zero_optimization.zero_quantized_weights"):
         problem = f"is true, and so is {hops}, with {GROUP} {shard} on hosts of {host} ranks"
         raise FzeroError("zero_optimization.zero_quantized_weights", problem, "leave one of both out")
-    return Spread(shard, host)
+    return StateSpread(shard, host)
 
 
 def _find_size(given: Values, path: str, least: int) -> int | None:

@@ -19,7 +19,7 @@ from fzero.hf.ds_config import read_deepspeed
 from fzero.hf.fsdp import read_fsdp, read_parallelism
 from fzero.hf.optimizers import BLOCK, has_codes
 from fzero.optim.loss_scale import LossScale
-from fzero.training.meshes import EVENLY, Spread
+from fzero.training.meshes import EVENLY, StateSpread
 from fzero.training.models import WHOLE
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,7 +36,7 @@ class TrainerPlan(NamedTuple):
     scaler: LossScale | None = None
     optimizer_at: Placement | None = None
     offload_ratio: float = 1.0
-    spread: Spread = EVENLY
+    spread: StateSpread = EVENLY
     is_checkpointed: bool = False  # each layer, beside what transformers does
     settings: Settings | None = None  # of a ds_config
     keys: Values | None = None  # of a ds_config
@@ -63,7 +63,9 @@ def make_plan(args: Any, stage: int | None) -> TrainerPlan:
         plan = _follow_deepspeed(plan, args)
     if args.fsdp:
         wanted = read_fsdp(args)
-        plan = plan._replace(stage=wanted.stage, is_checkpointed=wanted.is_checkpointed, spread=Spread(wanted.shard))
+        plan = plan._replace(
+            stage=wanted.stage, is_checkpointed=wanted.is_checkpointed, spread=StateSpread(wanted.shard)
+        )
         if wanted.offloads:
             plan = plan._replace(held={**held, "to": host()}, optimizer_at=host())
     if (args.deepspeed or args.fsdp) and stage not in (None, plan.stage):
@@ -98,14 +100,14 @@ def _follow_deepspeed(plan: TrainerPlan, args: Any) -> TrainerPlan:
     )
 
 
-def find_spread(plan: TrainerPlan, args: Any) -> Spread:
+def find_spread(plan: TrainerPlan, args: Any) -> StateSpread:
     """How state is spread over ranks, for a mesh that the arguments choose.
 
     Raises:
         FzeroError: as `read_parallelism`.
     """
     if args.parallelism_config is not None:
-        return Spread(read_parallelism(args.parallelism_config, args.world_size)[SHARD_AXIS])
+        return StateSpread(read_parallelism(args.parallelism_config, args.world_size)[SHARD_AXIS])
     return plan.spread
 
 

@@ -19,7 +19,7 @@ PORT = 29500
 """DeepSpeed's, and torchrun's, port of rank 0."""
 
 
-class Spread(NamedTuple):
+class StateSpread(NamedTuple):
     """How state is spread over ranks.
 
     `shard` neighbours hold all state, and other groups of these hold the same; None for one group of all ranks. Of a
@@ -30,7 +30,7 @@ class Spread(NamedTuple):
     local: int | None = None
 
 
-EVENLY = Spread()
+EVENLY = StateSpread()
 
 
 def find_local_rank(args: Any) -> int:
@@ -40,7 +40,7 @@ def find_local_rank(args: Any) -> int:
 
 
 def make_mesh(
-    local_rank: int, port: int, required: bool | None, device: str | None = None, *, spread: Spread = EVENLY
+    local_rank: int, port: int, required: bool | None, device: str | None = None, *, spread: StateSpread = EVENLY
 ) -> DeviceMesh:
     """The mesh of all ranks over which state is spread so: by default along one axis. Makes the process group where
     there is none. `device` is "cpu" or "cuda", by default "cuda" where torch finds it.
@@ -57,7 +57,7 @@ def make_mesh(
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def split_world(world: int, spread: Spread) -> dict[str, int]:
+def split_world(world: int, spread: StateSpread) -> dict[str, int]:
     """The axes of a mesh of `world` ranks, over which state is spread so, and their sizes.
 
     Raises:

@@ -16,30 +16,30 @@ from fzero.base.mesh import mesh_shape
 from fzero.deepspeed.initialize import choose_mesh
 from fzero.deepspeed.reading import read_config
 from fzero.deepspeed.settings import find_spread
-from fzero.training.meshes import EVENLY, Spread, split_world
+from fzero.training.meshes import EVENLY, StateSpread, split_world
 
 PLAIN = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 
-def spread_of(stage: int = 3, **keys: Any) -> Spread:
+def spread_of(stage: int = 3, **keys: Any) -> StateSpread:
     return find_spread(read_config({"zero_optimization": {"stage": stage, **keys}}))
 
 
 def test_groups_of_mics_are_a_mesh_of_two_axes() -> None:
-    assert split_world(8, EVENLY) == {"fsdp": 8} and split_world(8, Spread(2)) == {"replica": 4, "fsdp": 2}
-    assert split_world(8, Spread(None, 2)) == {"node": 4, "local": 2}
-    assert split_world(8, Spread(4, 2)) == {"replica": 2, "node": 2, "local": 2}
+    assert split_world(8, EVENLY) == {"fsdp": 8} and split_world(8, StateSpread(2)) == {"replica": 4, "fsdp": 2}
+    assert split_world(8, StateSpread(None, 2)) == {"node": 4, "local": 2}
+    assert split_world(8, StateSpread(4, 2)) == {"replica": 2, "node": 2, "local": 2}
     with pytest.raises(FzeroError, match="mesh: 8 ranks are no nodes of 3; give a number of ranks that divides 8"):
-        split_world(8, Spread(None, 3))
+        split_world(8, StateSpread(None, 3))
     with pytest.raises(FzeroError, match=r"mesh: 8 ranks are no groups of 3; give a number of ranks that divides 8"):
-        split_world(8, Spread(3))
+        split_world(8, StateSpread(3))
     mesh = VirtualMesh(replica=2, fsdp=4)
-    assert choose_mesh(mesh, Spread(4), 0, 0, None) is mesh is choose_mesh(mesh, EVENLY, 0, 0, None)
+    assert choose_mesh(mesh, StateSpread(4), 0, 0, None) is mesh is choose_mesh(mesh, EVENLY, 0, 0, None)
     with pytest.raises(FzeroError, match=r"mics_shard_size: is 2, and mesh= is VirtualMesh\(replica=2, fsdp=4\); give"):
-        choose_mesh(mesh, Spread(2), 0, 0, None)
+        choose_mesh(mesh, StateSpread(2), 0, 0, None)
     with pytest.raises(FzeroError, match=r"zero_hpz_partition_size: is 2, and mesh= is VirtualMesh\(replica=2, "):
-        choose_mesh(mesh, Spread(None, 2), 0, 0, None)
+        choose_mesh(mesh, StateSpread(None, 2), 0, 0, None)
     assert spread_of(mics_shard_size=-1) == EVENLY
     with pytest.raises(FzeroError, match=r"mics_shard_size: is 2 at stage 2, .*; give zero_optimization\.stage 3"):
         spread_of(stage=2, mics_shard_size=2)
@@ -49,12 +49,16 @@ def test_groups_of_mics_are_a_mesh_of_two_axes() -> None:
 
 def test_nodes_are_those_of_the_key_or_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second copy in each node of so many ranks; groups that gather in two hops where they have several hosts."""
-    assert spread_of(zero_hpz_partition_size=4) == Spread(None, 4) and spread_of(zero_hpz_partition_size=1) == EVENLY
+    assert (
+        spread_of(zero_hpz_partition_size=4) == StateSpread(None, 4) and spread_of(zero_hpz_partition_size=1) == EVENLY
+    )
     hops = {"mics_hierarchical_params_gather": True}
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert spread_of(mics_shard_size=4, **hops) == Spread(4)  # the launcher names no hosts
+    assert spread_of(mics_shard_size=4, **hops) == StateSpread(4)  # the launcher names no hosts
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert spread_of(mics_shard_size=4, **hops) == Spread(4, 2) and spread_of(mics_shard_size=2, **hops) == Spread(2)
+    assert spread_of(mics_shard_size=4, **hops) == StateSpread(4, 2) and spread_of(
+        mics_shard_size=2, **hops
+    ) == StateSpread(2)
     with pytest.raises(FzeroError, match=r"zero_hpz_partition_size: is 2, and .*mics_shard_size is 4; leave one"):
         spread_of(mics_shard_size=4, zero_hpz_partition_size=2)
     with pytest.raises(FzeroError, match=r"zero_quantized_weights: is true, and so is .*mics_hierarchical_param"):
