@@ -26,10 +26,26 @@ def test_sizes_and_names() -> None:
         (VirtualMesh(fsdp=2, tensor=4), "fsdp"),
         (VirtualMesh(replica=2, fsdp=4), "fsdp"),
         (VirtualMesh(tensor=4), "tensor"),
+        (VirtualMesh(replica=2, node=2, local=4), "node+local"),
+        (VirtualMesh(node=2, fsdp=2, local=4), "fsdp"),
     ],
 )
 def test_shard_axis_is_fsdp_or_the_only_one(mesh: VirtualMesh, axis: str) -> None:
     assert mesh.shard_axis == axis
+
+
+def test_state_along_two_axes_leaves_the_others_as_replicas() -> None:
+    mesh = VirtualMesh(replica=2, node=2, local=4)
+    assert mesh.shard_axes == ("node", "local") and mesh.replica_axes == ("replica",)
+    assert mesh.size(mesh.shard_axis) == 8 and mesh.data_axes() == mesh.names
+    with pytest.raises(FzeroError, match=r"data: \('node',\) leaves out 'local', .*; give data=\('node', 'local'\)"):
+        mesh.data_axes(("node",))
+
+
+@pytest.mark.parametrize("sizes", [{"local": 2, "node": 2}, {"node": 2, "tp": 2, "local": 2}, {"node": 2, "tp": 2}])
+def test_axes_that_are_not_side_by_side_are_no_shard_axis(sizes: dict[str, int]) -> None:
+    with pytest.raises(FzeroError, match='or two neighbouring ones "node" and "local"'):
+        VirtualMesh(**sizes).shard_axis  # noqa: B018
 
 
 def test_a_mesh_of_several_axes_without_fsdp_has_no_shard_axis() -> None:

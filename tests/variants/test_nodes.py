@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import FzeroError, VirtualMesh, checkpoint, passes, tree
+from fzero.checkpoint.places import Grid
 from fzero.passes.run import Pass
 from fzero.testing import Op, TrainStep, check_pass
 from fzero.variants.hpz import hpz
@@ -134,6 +135,24 @@ def trace(rewrite: Pass, mesh: VirtualMesh, stage: int = 3, before: str = "prefe
     params = fzero.partition(weights(), mesh)
     chosen = passes.insert(passes.defaults(stage=stage), rewrite, before=before)
     return fzero.simulate(train_step, mesh, passes=chosen).trace(params, OPTIMIZER.init(params), batch_of(0))
+
+
+def test_state_of_a_pass_differs_along_both_axes_or_neither() -> None:
+    program = trace(mics, NODES)
+    with pytest.raises(
+        FzeroError, match=r"own: differs along \('node',\), and state lies along 'node.local'; add local"
+    ):
+        program.add_state("own", (3,), differs=("node",))
+    _, own = program.add_state("own", (3,), differs=("node", "local"))
+    assert own.meta["val"].shape == (3,)
+
+
+def test_files_of_a_checkpoint_lie_as_along_one_axis() -> None:
+    grid = Grid.of({"replica": 2, "node": 2, "local": 3, "tp": 2}, "node+local")
+    assert grid == Grid.of({"replica": 2, "fsdp": 6, "tp": 2}, "fsdp")
+    for sizes in ({"node": 2, "tp": 2, "local": 3}, {"fsdp": 2}):
+        with pytest.raises(ValueError):
+            Grid.of(sizes, "node+local")
 
 
 def test_what_a_pass_cannot_gather_otherwise_is_refused_by_name() -> None:
