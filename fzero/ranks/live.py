@@ -88,7 +88,8 @@ class Live(Ranks):
                 work.wait(self.members.timeout)
 
     def settle(self) -> None:
-        self._sharding.settle()
+        for transport in self.transports.values():  # an operation may gather state over any axis
+            transport.settle()
         super().settle()
 
     def run(self, call: EagerCall) -> Any:

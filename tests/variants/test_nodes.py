@@ -19,6 +19,7 @@ import fzero
 from fzero import FzeroError, VirtualMesh, checkpoint, passes, tree
 from fzero.checkpoint.places import Grid
 from fzero.passes.run import Pass
+from fzero.ranks.live import live
 from fzero.testing import Op, TrainStep, check_pass
 from fzero.variants.hpz import hpz
 from fzero.variants.mics import mics
@@ -106,6 +107,8 @@ def train_on_nodes(line: DeviceMesh, folder: Path) -> list[Any]:
     for rewrite in (hpz, mics):
         step = fzero.shard(train_step, mesh, passes=with_pass(rewrite))
         params, opt_state = train(step, mesh, slice(2 * rank, 2 * rank + 2))
+        reads = [getattr(transport, "_last", None) for transport in live(mesh).transports.values()]
+        assert reads == [None] * len(reads)  # no rank reads state, over either axis, that the next step overwrites
         found.append(fzero.unpartition(params))
     checkpoint.save(folder, {"params": params, "opt_state": opt_state}, step=2)
     return found
