@@ -272,7 +272,7 @@ class _Transfers:
 
     def _return(self) -> None:
         """Copy each result to where it belongs, right behind the operation that computes it."""
-        returned, moved = list(self.program.output.args[0]), dict[Any, dict[Node, None]]()
+        returned, moved = list(self.program.returned), dict[Any, dict[Node, None]]()
         for result, node in zip(self.program.tensor_results, returned):
             if self._find_where(node) != where_of(result):
                 moved.setdefault((result.place, *_name_files(result), _find_call(node)), {})[node] = None

@@ -39,7 +39,7 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[S
         for user in users:
             user.replace_input_with(old, mine)
         apart.append(own)
-    returned, news = program.output.args[0], {x.at: x.old for x in states}
+    returned, news = program.returned, {x.at: x.old for x in states}
     states = [x._replace(new=returned[x.at]) for x in states]  # what was another's old value is a worker's now
     with program.graph.inserting_before(program.output):
         program.return_state(f"{name}.count", program.emit(aten.add.Scalar, count, 1))
