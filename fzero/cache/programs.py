@@ -31,6 +31,7 @@ from fzero.cache.surroundings import Reads, has_variables, list_hooks, list_own_
 from fzero.cache.templates import read_sizes, read_template, write_general
 from fzero.cache.values import Reader
 from fzero.general.programs import Finish, General, find_limit
+from fzero.program.arguments import call_of
 from fzero.program.open import Template, find_difference
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, find_foreign, record
@@ -292,7 +293,7 @@ def _list_foreign(program: Program) -> set[str]:
     found = set[str]()
     for node in program.graph.nodes:
         if node.op == "call_function":
-            target = node.args[1] if record(node).draws else node.target
+            target, _ = call_of(node) if record(node).draws else (node.target, node.args)
             if isinstance(target, OpOverload):
                 found |= {target.namespace} - _OWN
             if record(node).is_foreign:

@@ -77,6 +77,12 @@ def items_of(call: Node) -> dict[int, Node]:
     return {position_of(user): user for user in call.users if user.target is operator.getitem}
 
 
+def call_of(draw: Node) -> tuple[Any, tuple[Any, ...]]:
+    """The operation of torch by which a node draws (`Operation.draws`), and the arguments of that operation."""
+    _, target, *args = draw.args
+    return target, tuple(args)
+
+
 def bucket_of(node: Node) -> Any:
     """The bucket whose leaves a node names (`Operation.names`)."""
     _, bucket, *_ = node.args

@@ -20,7 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import OpOverload, storage_key
 from fzero.base.torch_private_functions import list_targets
 from fzero.program import aten
-from fzero.program.arguments import BufferView, operand_of, start_of
+from fzero.program.arguments import BufferView, call_of, operand_of, start_of
 from fzero.program.linear import make_kernel, perform_here
 from fzero.program.operation import Node, Operation
 from fzero.program.rules import check_fields, guard
@@ -173,7 +173,7 @@ def name_of(node: Node) -> str:
     if node.op != "call_function":
         return str(node.target)
     operation = record(node)
-    return record(node.args[1]).name if operation.draws else operation.name
+    return record(call_of(node)[0]).name if operation.draws else operation.name
 
 
 def list_operands(node: Node) -> list[Node]:

@@ -26,7 +26,8 @@ class Compressor:
         self.name, self.exchange = name, define_exchange(f"{name}_reduce_scatter", count_bytes, decompress)
         self.pack = ops.define(
             f"{name}_pack", names="leaves", perform=lambda program, node, rank: partial(self._pack, program, node),
-            fake=self._fake, kind=lambda walk, node: walk.per_rank if node.args[5] is None else [walk.per_rank] * 2,
+            fake=self._fake,
+            kind=lambda walk, node: [walk.per_rank] * 2 if isinstance(node.meta["val"], list) else walk.per_rank,
         )  # fmt: skip
 
     def size(self, world: int, numel: int) -> int:

@@ -301,6 +301,12 @@ register(
 # marks of a trace
 
 
+def number_of(mark: Node) -> int:
+    """The number of the turn that a mark is at the border of."""
+    _, number, *_ = mark.args
+    return int(number)
+
+
 def check_users(nodes: list[Node], known: set[Node]) -> None:
     """Refuse a value of a turn that the step uses outside of it: there is one for each turn.
 
