@@ -310,6 +310,33 @@ def test_few_files_give_names_to_files() -> None:
     assert len(found) <= 2, f"{len(found)} files rename or lock files (limit 2): {found}; {advice}"
 
 
+HOMES_OF_ARGUMENTS = re.compile(r"program\.(arguments|records|ops(\..*)?)$")
+"""The modules that say which argument of an operation is where."""
+
+
+def counted_arguments(tree: ast.AST) -> list[str]:
+    """The arguments that a file takes by their number: `node.args[0]`, `node.args[1:]`. Arguments of an object's own
+    (`self.args`) are not of a node."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
+        if node.value.attr == "args" and ast.unparse(node.value) != "self.args"
+        if any(isinstance(each, ast.Constant) for each in ast.walk(node.slice))
+    ]  # fmt: skip
+
+
+def test_few_files_count_the_arguments_of_nodes() -> None:
+    """A reader cannot know what `node.args[3]` is."""
+    found = [name for name in MODULES if not HOMES_OF_ARGUMENTS.search(name) and counted_arguments(parse(name))]
+    advice = "read arguments by name, with the classes of fzero.program.arguments"
+    assert len(found) <= 5, f"{len(found)} files count arguments (limit 5): {found}; {advice}"
+
+
+def test_counted_arguments_are_seen() -> None:
+    code = "a.args[0]; b.c.args[1:]; d.args[-1].args[i]; self.args[0]; e.args[at]; args[0]; f.args"
+    assert sorted(counted_arguments(ast.parse(code))) == ["a.args[0]", "b.c.args[1:]", "d.args[-1]"]
+
+
 def test_questions_for_a_class_are_seen() -> None:
     code = "isinstance(a, Live), isinstance(b, (m.Virtual, int)), isinstance(c, Ranks | None), issubclass(d, Tracer)"
     assert names_of_instances(ast.parse(code)) == {"Live", "m", "Virtual", "int", "Ranks"}
