@@ -66,11 +66,11 @@ class Programs:
     def __init__(self, folder: Any, name: str) -> None:
         self._store, self._name = Store(folder), name
 
-    def find(self, call: Call) -> Entry | None:
+    def find(self, call: Call) -> CallFiles | None:
         """The entry of a call, with its program where there is one. None, which the logger says at level info, where a
         key cannot stand for the call."""
         try:
-            return Entry(self._store, self._name, call)
+            return CallFiles(self._store, self._name, call)
         except Undescribed as error:
             _log.info("cache: %s is traced at each start: %s", self._name, error)
         except Exception as error:  # a mistake here must not stop a step
@@ -78,7 +78,7 @@ class Programs:
         return None
 
 
-class Entry:
+class CallFiles:
     """The files of a call: that of its own program, by the shapes of its batches, and those of general programs.
     `program` is None where a trace has to make it."""
 
