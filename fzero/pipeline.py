@@ -21,7 +21,7 @@ from fzero.base.sizes import format_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan, mark_trace
-from fzero.cache.programs import Call, Entry, Programs
+from fzero.cache.programs import Call, CallFiles, Programs
 from fzero.files import address_of, duplicate
 from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.programs import General, Generals
@@ -224,7 +224,7 @@ class Pipeline(Generic[T]):
             found = self._generals.find(signature)
         return found and _Traced(signature, found[1], found[0], None)
 
-    def _read(self, entry: Entry | None, signature: Signature) -> Program | General | None:
+    def _read(self, entry: CallFiles | None, signature: Signature) -> Program | General | None:
         """The program of a signature from a file, or else a general one, where all ranks have the same."""
         number: int = 0
         found: Program | General | None = entry.program if entry else None

@@ -32,7 +32,7 @@ class Returned:
     def __init__(self, program: Program, on: Ranks) -> None:
         self._out_tree, self._constants = program.out_tree, list[tuple[int, Any]]()
         self._set_constants(program.results)
-        values = [node.meta["val"] for node in program.output.args[0]]
+        values = [node.meta["val"] for node in program.returned]
         self._state = [
             (i, Form(program.layouts[result.bucket], result.leaf, on, value.dtype, value.device, result.place))
             for i, (result, value) in enumerate(zip(program.tensor_results, values))
@@ -86,7 +86,7 @@ def _find_aliases(program: Program) -> tuple[dict[int, int], dict[int, int], lis
     state = {node for node, (_, argument) in arguments.items() if argument.bucket is not None}  # nodes of its memory
     kept = {node for node, (_, argument) in arguments.items() if not argument.donated}
     first: dict[Any, int] = {}
-    returned = list(enumerate(zip(program.tensor_results, program.output.args[0])))
+    returned = list(enumerate(zip(program.tensor_results, program.returned)))
     for i, (result, node) in returned:
         if result.bucket is None:
             continue

@@ -174,7 +174,7 @@ def test_public_names_are_few() -> None:
 
 # names of classes
 
-MAX_CLASS_NAMES_OF_SEVERAL = 20
+MAX_CLASS_NAMES_OF_SEVERAL = 13
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
@@ -196,6 +196,17 @@ def test_few_class_names_have_two_meanings() -> None:
     advice = "name a class after what it is for, as TensorPlan beside Plan"
     assert len(found) <= MAX_CLASS_NAMES_OF_SEVERAL, f"{len(found)} names of classes are of several: {found}; {advice}"
     assert "Plan" not in found, "a Plan is what is decided about a program"
+
+
+def test_words_of_the_architecture_are_classes_with_one_home() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text().split("## Words")[1].split("## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| `(fzero/[\w/]+\.py)` \|$", page, flags=re.MULTILINE)
+    classes = [
+        (each.name, f"fzero/{name.replace('.', '/')}.py")
+        for name in MODULES for each in parse(name).body if isinstance(each, ast.ClassDef)
+    ]  # fmt: skip
+    assert rows
+    assert rows == [each for row in rows for each in classes if each[0] == row[0]]
 
 
 # names of functions
@@ -308,6 +319,37 @@ def test_few_files_give_names_to_files() -> None:
     found = files_that_name(r"^os\.(rename|replace)$|^(flock|lockf)$")
     advice = "write it with fzero.state.publishing"
     assert len(found) <= 2, f"{len(found)} files rename or lock files (limit 2): {found}; {advice}"
+
+
+def is_record(name: str) -> bool:
+    """Whether a module says which argument of an operation is where: it has records of operations, or names for
+    arguments."""
+    return name.startswith(("program.arguments", "program.ops", "program.records")) or "ops.define" in names_in(
+        parse(name)
+    )
+
+
+def counted_arguments(tree: ast.AST) -> list[str]:
+    """The arguments that a file takes by their number: `node.args[0]`, `node.args[1:]`. Arguments of an object's own
+    (`self.args`) are not of a node."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
+        if node.value.attr == "args" and ast.unparse(node.value) != "self.args"
+        if any(isinstance(each, ast.Constant) for each in ast.walk(node.slice))
+    ]  # fmt: skip
+
+
+def test_few_files_count_the_arguments_of_nodes() -> None:
+    """A reader cannot know what `node.args[3]` is."""
+    found = [name for name in MODULES if not is_record(name) and counted_arguments(parse(name))]
+    advice = "read arguments by name, with the classes of fzero.program.arguments"
+    assert len(found) <= 5, f"{len(found)} files count arguments (limit 5): {found}; {advice}"
+
+
+def test_counted_arguments_are_seen() -> None:
+    code = "a.args[0]; b.c.args[1:]; d.args[-1].args[i]; self.args[0]; e.args[at]; args[0]; f.args"
+    assert sorted(counted_arguments(ast.parse(code))) == ["a.args[0]", "b.c.args[1:]", "d.args[-1]"]
 
 
 def test_questions_for_a_class_are_seen() -> None:

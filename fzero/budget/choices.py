@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from fzero.budget.frontier import Choice, Option, Span
+from fzero.budget.frontier import Choice, Lifetime, Option
 from fzero.budget.outline import GatheredUse, Line, Outline
 from fzero.budget.saved import Segment
 from fzero.program.program import Program
@@ -55,8 +55,8 @@ def _describe_bucket(program: Program, uses: Sequence[GatheredUse], seconds: flo
     held = {(name, leaf, use.dtype) for use in uses for name in use.names for leaf in use.leaves}
     nbytes = sum(program.layouts[name].leaves[leaf].numel * dtype.itemsize for name, leaf, dtype in held)
     start, stop = min(use.first for use in uses), max(use.stop for use in uses)
-    kept = [Span(start, stop + 1, nbytes)]
-    kept += [Span(use.first, use.stop + 1, -use.nbytes) for use in uses]
+    kept = [Lifetime(start, stop + 1, nbytes)]
+    kept += [Lifetime(use.first, use.stop + 1, -use.nbytes) for use in uses]
     options = Option(seconds, ()), Option(0.0, tuple(kept))
     return Choice(uses[0].names[0], options)
 
@@ -93,7 +93,7 @@ def list_segment_choices(segments: Sequence[Segment], outline: Outline) -> Itera
         options = [
             Option(
                 outline.weights.compute * level.seconds + level.exposed,
-                tuple(Span(start, stop, -int(part * level.freed)) for start, stop, part in places),
+                tuple(Lifetime(start, stop, -int(part * level.freed)) for start, stop, part in places),
             )
             for level in reversed(segment.levels)
         ]

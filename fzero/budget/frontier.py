@@ -20,7 +20,7 @@ MAX_LEFT_OUT = 4
 """How many sizes of the largest steps greedy search leaves out, one after the other."""
 
 
-class Span(NamedTuple):
+class Lifetime(NamedTuple):
     """Bytes that are alive, or with a minus are not, from the place `start` of a line up to `stop`."""
 
     start: int
@@ -32,7 +32,7 @@ class Option(NamedTuple):
     """What an option of a choice costs: the seconds beside the fastest option, and the bytes beside the line's."""
 
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[Lifetime, ...]
 
 
 class Choice(NamedTuple):

@@ -10,6 +10,7 @@ from fzero.base.placement import Placement
 from fzero.base.sizes import format_size
 from fzero.layout.layout import layer_of
 from fzero.program import ops
+from fzero.program.arguments import operand_of
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops import loops
 from fzero.program.places import list_movable
@@ -84,7 +85,7 @@ def _list_runs(names: Sequence[str | None]) -> str:
 
 def _find_parameters(traced: Program) -> set[Node]:
     """The arguments of which a trace gathers slices, or casts of slices, itself or in a loop over layers."""
-    pending = [gather.args[0] for gather in traced.graph.find_nodes(op="call_function", target=ops.gather)]
+    pending = [operand_of(gather) for gather in traced.graph.find_nodes(op="call_function", target=ops.gather)]
     for node in pending:  # the list grows while it is read
         if node.op == "call_function" and (len(node.all_input_nodes) == 1 or is_call(node, loops.pick)):
             pending += node.all_input_nodes

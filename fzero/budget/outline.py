@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from fzero.passes.order import find_origins
+from fzero.program.arguments import bucket_of, operand_of
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import body_of, starts
+from fzero.program.records import body_of, leaves_of, starts
 from fzero.program.timeline import COMPUTE, Cost, simulate_timeline
 
 LEAST_WEIGHT = 0.05
@@ -115,7 +116,7 @@ def _find_uses(program: Program, index: Mapping[Node, int], loop: Loop | None = 
             inner = Loop(*node.args)
             names = {name: [x for row in rows for x in layers.get(row, [row])] for name, rows in inner.layers.items()}
             yield from _find_uses(body, index, inner._replace(layers={**layers, **names}))
-        elif starts(node) == "gathered" and rows.isdisjoint(node.args[0]):
-            names_of, value = layers.get(node.args[1], [node.args[1]]), node.meta["val"]
+        elif starts(node) == "gathered" and rows.isdisjoint(operand_of(node)):
+            names_of, value = layers.get(bucket_of(node), [bucket_of(node)]), node.meta["val"]
             places = index[node], min(first[node], last[node]), last[node]
-            yield GatheredUse(tuple(names_of), tuple(node.args[2]), value.dtype, *places, nbytes(value))
+            yield GatheredUse(tuple(names_of), tuple(leaves_of(node)), value.dtype, *places, nbytes(value))

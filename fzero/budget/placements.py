@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from fzero.budget.costs import Costs
-from fzero.budget.frontier import Choice, Option, Span
+from fzero.budget.frontier import Choice, Lifetime, Option
 from fzero.budget.movable import NOTHING, Layer, Movable, Paths
 from fzero.budget.outline import Outline
 from fzero.layout.layout import layer_of
@@ -32,12 +32,12 @@ def list_placement_choices(
     price = _share_costs(movable, costs, [name for name, _ in gradients])
 
     def describe(group: Sequence[Layer], away: Paths) -> Option:
-        spans = [Span(0, len(outline.line), -movable.count(away))]
+        spans = [Lifetime(0, len(outline.line), -movable.count(away))]
         for layer in group:
             if layer.state and layer.state <= away:
                 spans += [span for name, span in gradients if name == layer.name]
         own = {layer.name for layer in group if layer.parameters & away}
-        spans += [Span(use.start, use.stop + 1, use.nbytes // world) for use, names in uses if names & own]
+        spans += [Lifetime(use.start, use.stop + 1, use.nbytes // world) for use, names in uses if names & own]
         return Option(sum(price(layer, away) for layer in group), tuple(spans))
 
     for group in _join_loops(movable.layers, [names for _, names in uses]):
@@ -97,7 +97,7 @@ def _join_loops(layers: Sequence[Layer], together: Sequence[set[str]]) -> Iterat
         yield [other for other in layers if other.name in names]
 
 
-def _find_gradients(outline: Outline) -> Iterator[tuple[str, Span]]:
+def _find_gradients(outline: Outline) -> Iterator[tuple[str, Lifetime]]:
     """For each reduce-scatter the layer, and where its slices of gradients need no memory of the device if the state
     that they update lies elsewhere: they leave as soon as they are there."""
     base, index = outline.program, outline.index
@@ -109,4 +109,4 @@ def _find_gradients(outline: Outline) -> Iterator[tuple[str, Span]]:
         users = [index[user] for node in nodes for user in node.users if user in index and user not in origins]
         begin, stop = max(index[node] for node in nodes) + 1, max(users, default=0) + 1
         if begin < stop:
-            yield layer_of(base.layout_of(start).bucket), Span(begin, stop, -nbytes(start.meta["val"]))
+            yield layer_of(base.layout_of(start).bucket), Lifetime(begin, stop, -nbytes(start.meta["val"]))

@@ -31,6 +31,7 @@ from fzero.cache.surroundings import Reads, has_variables, list_hooks, list_own_
 from fzero.cache.templates import read_sizes, read_template, write_general
 from fzero.cache.values import Reader
 from fzero.general.programs import Finish, General, find_limit
+from fzero.program.arguments import call_of
 from fzero.program.open import Template, find_difference
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, find_foreign, record
@@ -65,11 +66,11 @@ class Programs:
     def __init__(self, folder: Any, name: str) -> None:
         self._store, self._name = Store(folder), name
 
-    def find(self, call: Call) -> Entry | None:
+    def find(self, call: Call) -> CallFiles | None:
         """The entry of a call, with its program where there is one. None, which the logger says at level info, where a
         key cannot stand for the call."""
         try:
-            return Entry(self._store, self._name, call)
+            return CallFiles(self._store, self._name, call)
         except Undescribed as error:
             _log.info("cache: %s is traced at each start: %s", self._name, error)
         except Exception as error:  # a mistake here must not stop a step
@@ -77,7 +78,7 @@ class Programs:
         return None
 
 
-class Entry:
+class CallFiles:
     """The files of a call: that of its own program, by the shapes of its batches, and those of general programs.
     `program` is None where a trace has to make it."""
 
@@ -292,7 +293,7 @@ def _list_foreign(program: Program) -> set[str]:
     found = set[str]()
     for node in program.graph.nodes:
         if node.op == "call_function":
-            target = node.args[1] if record(node).draws else node.target
+            target, _ = call_of(node) if record(node).draws else (node.target, node.args)
             if isinstance(target, OpOverload):
                 found |= {target.namespace} - _OWN
             if record(node).is_foreign:

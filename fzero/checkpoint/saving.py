@@ -15,7 +15,7 @@ from fzero.base.arguments import check_arguments, is_whole
 from fzero.base.errors import FzeroError
 from fzero.base.state import State
 from fzero.checkpoint.lanes import find_lane
-from fzero.checkpoint.writing import Options, Saving
+from fzero.checkpoint.writing import SaveArguments, Saving
 from fzero.ranks.agreement import meet
 from fzero.ranks.together import gather_words
 from fzero.state.publishing import find_common_ranks
@@ -62,7 +62,7 @@ def save(
     on = find_common_ranks(zip(tree.paths(state), tree.leaves(state)))
     lane = find_lane(on)
     lane.finish()
-    options = Options(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))
+    options = SaveArguments(Path(path), step, keep, overwrite, sha256, dict(metadata or {}))
     saving = Saving(options, on, gather_words(on.members, "save", f"of step {step}"))
     saving.prepare(state)
     if wait:

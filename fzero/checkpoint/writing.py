@@ -63,7 +63,7 @@ BEHIND_NBYTES = 16 << 20
 at the end finds little to do: a save of 512 MiB takes 0.53 seconds and not 0.65."""
 
 
-class Options(NamedTuple):
+class SaveArguments(NamedTuple):
     """What a save was asked for: the arguments of `save`."""
 
     path: Path
@@ -77,7 +77,7 @@ class Options(NamedTuple):
 class Saving:
     """A save, done or under way. `seconds` says how long this rank took to plan, copy, write, checksum and sync."""
 
-    def __init__(self, options: Options, on: Ranks, gather: Gather) -> None:
+    def __init__(self, options: SaveArguments, on: Ranks, gather: Gather) -> None:
         self.path, self.step = options.path, options.step
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.gather = gather

@@ -13,7 +13,7 @@ from fzero.base.arguments import check_arguments
 from fzero.data.padding import Collate, check_ladder, check_numbers, find_longest, pad, round_up
 from fzero.data.parts import Place, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
-from fzero.data.streams import CollateTaken, Stream, Taken
+from fzero.data.streams import BatchStream, CollateTaken, Taken
 from fzero.data.workers import StartWorker
 from fzero.ranks.live import find_ranks
 
@@ -152,7 +152,7 @@ class Loader:
         how = {**options, "generator": self._generator, "worker_init_fn": start}
         self._dataset, self._stream = dataset, None
         if self._length == ENDLESS:
-            self._stream = Stream(dataset, batch, part, drop_last)
+            self._stream = BatchStream(dataset, batch, part, drop_last)
             how["collate_fn"] = CollateTaken(options["collate_fn"])
             self._loads: DataLoader[Any] = DataLoader(self._stream, batch_size=None, **how)
         else:

@@ -20,7 +20,7 @@ class Taken(NamedTuple):
     is_last: bool
 
 
-class Stream(IterableDataset[Taken | FzeroError]):
+class BatchStream(IterableDataset[Taken | FzeroError]):
     """The batches of an iterable dataset from example `start` on, as lists of this rank's examples.
 
     The dataset is read from its beginning, and the examples in front of `start` are skipped. Each rank reads every
@@ -62,7 +62,7 @@ class Stream(IterableDataset[Taken | FzeroError]):
 
 
 class CollateTaken:
-    """A collate function of lists of examples, on what a `Stream` yields. An error stays."""
+    """A collate function of lists of examples, on what a `BatchStream` yields. An error stays."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate

@@ -130,7 +130,7 @@ def _run(
             spans[node] = begin, clock.mark()
         for dead in dying.get(node, ()):
             del values[dead]
-    return [values[node] for node in program.output.args[0]]
+    return [values[node] for node in program.returned]
 
 
 def _bind_at_once(node: Node, program: Program, on: Live, seed: int | None) -> Callable[..., Any]:

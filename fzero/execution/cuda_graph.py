@@ -64,7 +64,7 @@ class Captured:
         self._state = [i for i, argument in enumerate(program.arguments) if argument.bucket is not None]
         self._batch = [i for i, argument in enumerate(program.arguments) if argument.bucket is None]
         number = {node: i for i, node in enumerate(program.placeholders)}
-        self._given = [number.get(node) for node in program.output.args[0]]  # results that are arguments
+        self._given = [number.get(node) for node in program.returned]  # results that are arguments
         self._host = [x for x in program.constants.values() if x.device.type == "cpu"]  # kernels got them as numbers
         self._addresses: list[int] | None = None  # of state at the last call, and versions of `_host`
         self._replay: Any = None

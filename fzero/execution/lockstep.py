@@ -87,7 +87,7 @@ def _run(
             watch(node, alive)
         for dead, values in itertools.product(dying.get(node, ()), alive):
             del values[dead]
-    return [list(fx.map_arg(program.output.args[0], values.__getitem__)) for values in alive]
+    return [list(fx.map_arg(program.returned, values.__getitem__)) for values in alive]
 
 
 def _run_turn(

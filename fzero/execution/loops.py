@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fzero.base.randomness import fold
+from fzero.program.arguments import position_of
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of
@@ -43,7 +44,7 @@ class Early:
         for copy in self._copies:
             assert copy._arrive is not None
             arrived = copy._arrive(copy.started[-1])
-            given |= {x: arrived[x.args[1]] for x in self._node.all_input_nodes if copy_of(x) is copy._node}
+            given |= {x: arrived[position_of(x)] for x in self._node.all_input_nodes if copy_of(x) is copy._node}
         args, kwargs = fx.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
         self.started.append(self._run(*args, **kwargs))
 

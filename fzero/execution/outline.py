@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fzero.base.symbols import key_of
 from fzero.base.torch_private_functions import call_function
 from fzero.program import ops
+from fzero.program.arguments import bucket_of, operand_of
 from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, Kind
 from fzero.program.open import map_numbers
@@ -76,7 +77,7 @@ def outline(program: Program) -> Program:
     """
     program = ops.map_bodies(program.copy(), outline)
     for item in program.graph.find_nodes(op="call_function", target=operator.getitem):
-        item.args[0].append(item)  # items stand right behind their list, so that no run ends between them
+        operand_of(item).append(item)  # items stand right behind their list, so that no run ends between them
     for run in list(_find_runs(program)):
         _outline(program.graph, run)
     return program
@@ -84,13 +85,13 @@ def outline(program: Program) -> Program:
 
 def _find_runs(program: Program) -> Iterator[list[Node]]:
     """The runs of plain operations, with the views of buffers among them, which do not end a run."""
-    kinds, bucket_of, bucket, run = infer(program), dict[Node, str](), "", list[Node]()
+    kinds, names, bucket, run = infer(program), dict[Node, str](), "", list[Node]()
     for node in program.graph.nodes:
-        used = [bucket_of[source] for source in node.all_input_nodes if source in bucket_of]
+        used = [names[source] for source in node.all_input_nodes if source in names]
         if is_call(node, ops.whole):
-            bucket_of[node] = node.args[1]
+            names[node] = bucket_of(node)
         elif used and shares_memory(node):
-            bucket_of[node] = used[0]
+            names[node] = used[0]
         elif used and bucket not in used:
             yield run
             bucket, run = used[0], []
@@ -175,7 +176,7 @@ def _find_outputs(inside: Sequence[Node]) -> tuple[list[Node], list[Node]]:
 
 def _is_view(node: Node) -> bool:
     """Whether a node's value is a view of another node's. An item of several results is a result, and no view."""
-    return shares_memory(node.args[0] if is_call(node, operator.getitem) else node)
+    return shares_memory(operand_of(node) if is_call(node, operator.getitem) else node)
 
 
 def _make_fragment(inside: Sequence[Node], outputs: Sequence[Node]) -> tuple[Fragment, list[Node]]:

@@ -26,7 +26,7 @@ from fzero.state.sources import Source
 aten = torch.ops.aten
 
 
-class Memory(NamedTuple):
+class MemoryOrigin(NamedTuple):
     """Where the elements of a tensor's memory come from: parts of named tensors. `maker` is the operation that computed
     other values, "" where none did."""
 
@@ -41,10 +41,10 @@ class Rearranged(Tensor):
     """
 
     plain: Tensor
-    memory: Memory
+    memory: MemoryOrigin
     __torch_function__ = torch_private.disabled_torch_function
 
-    def __new__(cls, plain: Tensor, memory: Memory) -> Rearranged:
+    def __new__(cls, plain: Tensor, memory: MemoryOrigin) -> Rearranged:
         strides = {"strides": plain.stride(), "storage_offset": plain.storage_offset()}
         value = torch_private.make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype, device=plain.device, **strides)
         value.plain, value.memory = plain, memory
@@ -98,7 +98,7 @@ def name_tensor(name: str, shape: Sequence[int], dtype: torch.dtype) -> Rearrang
     """The whole tensor of a name, to be rearranged."""
     plain = torch.empty(tuple(shape), dtype=dtype, device="meta")
     whole = view_to_view([plain.numel()], [1], [1])
-    return Rearranged(plain, Memory(tuple((name, copy) for copy in whole)))
+    return Rearranged(plain, MemoryOrigin(tuple((name, copy) for copy in whole)))
 
 
 Parts = list[tuple[Rearranged, Tensor]]
@@ -118,20 +118,20 @@ def _follow(func: Any, given: Sequence[Rearranged], args: tuple[Any, ...], out: 
             return Rearranged(out, x.memory)  # a view
     parts = _COPIES[func](args, out) if func in _COPIES else None
     if parts is None:
-        return Rearranged(out, Memory(tuple(held for x in given for held in x.memory.held), str(func)))
+        return Rearranged(out, MemoryOrigin(tuple(held for x in given for held in x.memory.held), str(func)))
     return Rearranged(out, _copy([(x, place) for x, place in parts if isinstance(x, Rearranged)], str(func)))
 
 
-def _copy(parts: Parts, maker: str) -> Memory:
+def _copy(parts: Parts, maker: str) -> MemoryOrigin:
     """The memory that an operation, `maker`, copies tensors into."""
     held = tuple(held for x, _ in parts for held in x.memory.held)
     computed = next((x.memory.maker for x, _ in parts if x.memory.maker), "")
     if computed:
-        return Memory(held, computed)
+        return MemoryOrigin(held, computed)
     try:
-        return Memory(tuple(each for x, place in parts for each in _move(x, place)))
+        return MemoryOrigin(tuple(each for x, place in parts for each in _move(x, place)))
     except FzeroError as error:
-        return Memory(held, f"{maker} ({error.problem})")
+        return MemoryOrigin(held, f"{maker} ({error.problem})")
 
 
 def _move(x: Rearranged, place: Tensor) -> Iterator[tuple[str, Copy]]:

@@ -42,7 +42,7 @@ Finish = Callable[[Template], Callable[[Sequence[int]], Any]]
 """From a template to a function of sizes: what `fzero.pipeline.Pipeline` makes of the program of these."""
 
 
-class Schedule:
+class OpenTrace:
     """A trace with open sizes and what is made of it: templates. `late` passes, or a budget, depend on sizes."""
 
     def __init__(self, trace: Trace, symbols: Symbols, forms: Mapping[int, OpenForm], rewrite: Rewrite):
@@ -94,7 +94,7 @@ class General:
         conditions: Callable[[], Conditions],
         finish: Finish,
         limit: int | None,
-        schedule: Schedule | None = None,
+        schedule: OpenTrace | None = None,
         templates: Sequence[Template] = (),
     ) -> None:
         self.sizes, self.conditions, self.watches, self._finish = sizes, conditions, list[Watch](), finish
@@ -213,7 +213,7 @@ def _open_forms(sizes: Sizes, values: Sequence[Any]) -> dict[int, OpenForm]:
 def _make_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
     symbols = Symbols(current_user_line)
     opened = [symbols.open(find_size(sizes.signature, places[0])) for places in sizes.places]
-    schedule = Schedule(trace, symbols, _open_forms(sizes, opened), rewrite)
+    schedule = OpenTrace(trace, symbols, _open_forms(sizes, opened), rewrite)
     return General(sizes, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
 
 

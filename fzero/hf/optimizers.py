@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fzero.base.errors import FzeroError
-from fzero.optim.groups import Held
+from fzero.optim.groups import GroupHolder
 
 BLOCK = 256
 """The elements that share a scale in 8-bit state: no rank may cut such a block."""
@@ -64,7 +64,7 @@ def check_optimizer(name: str) -> None:
         raise FzeroError("TrainingArguments: optim", f"is {name!r}, which is not supported", REFUSED[name])
 
 
-def choose_optimizer(args: Any) -> tuple[type[Held], dict[str, Any]] | None:
+def choose_optimizer(args: Any) -> tuple[type[GroupHolder], dict[str, Any]] | None:
     """`(class, keywords)` of an optimizer of bitsandbytes, as `get_optimizer_cls_and_kwargs` returns them; None for the
     name of another."""
     name = getattr(args.optim, "value", args.optim)
@@ -76,7 +76,7 @@ def choose_optimizer(args: Any) -> tuple[type[Held], dict[str, Any]] | None:
     options: dict[str, Any] = {each: named[each] for each in given}
     if kind == "rmsprop":
         options |= _read_numbers(args.optim_args)
-    return Held, {"kind": kind, "lr": args.learning_rate, **options}
+    return GroupHolder, {"kind": kind, "lr": args.learning_rate, **options}
 
 
 def _read_numbers(text: str | None) -> dict[str, float]:
@@ -95,7 +95,7 @@ def has_codes(args: Any) -> bool:
 
 def separate_embeddings(optimizer: Any, model: nn.Module) -> None:
     """Give embeddings moments of 32 bits, in groups of their own, as transformers does for bitsandbytes."""
-    if not isinstance(optimizer, Held) or optimizer.kind != "adamw8bit":
+    if not isinstance(optimizer, GroupHolder) or optimizer.kind != "adamw8bit":
         return
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     wide: list[dict[str, Any]] = []

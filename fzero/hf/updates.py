@@ -17,7 +17,7 @@ from fzero.hf.files import Files
 from fzero.hf.optimizers import choose_optimizer, separate_embeddings
 from fzero.hf.together import Plain
 from fzero.optim.base import GradientTransformation
-from fzero.optim.groups import Held, check_options, convert_optimizer, join, list_groups, list_options
+from fzero.optim.groups import GroupHolder, check_options, convert_optimizer, join, list_groups, list_options
 from fzero.optim.kinds import Group
 from fzero.training.models import WHOLE, copy_without_values, forget_values, init_state
 
@@ -92,7 +92,7 @@ class Updates(Files):
             trained = {path: x for path, x in like.named_parameters() if x.requires_grad}
             kind, params = settings.optimizer
             self._groups = list_groups(kind, params, trained.values(), like, "optimizer.type")
-            self.optimizer = Held(list_held_groups(self._groups, trained), kind=kind, lr=0.0)
+            self.optimizer = GroupHolder(list_held_groups(self._groups, trained), kind=kind, lr=0.0)
 
     @check_arguments
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

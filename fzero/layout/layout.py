@@ -371,9 +371,10 @@ class LayoutTable:
 
     def layout_of(self, node: Any) -> Layout:
         """The layout of the bucket that a node of an operation of `ops` names."""
-        return self.layouts[node.args[1]]
+        _, bucket, *_ = node.args
+        return self.layouts[bucket]
 
     def wire_of(self, node: Any) -> Wire:
         """The buffer in which the leaves that a node of an operation of `ops` names move together."""
-        leaves = node.args[2]
-        return wire(self.layout_of(node), (leaves,) if isinstance(leaves, int) else tuple(leaves))
+        _, bucket, leaves, *_ = node.args
+        return wire(self.layouts[bucket], (leaves,) if isinstance(leaves, int) else tuple(leaves))

@@ -33,7 +33,7 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> lis
     """
     kind = type(optimizer)
     name = _NAMES.get(f"{kind.__module__}.{kind.__name__}", kind.__name__.lower())
-    if isinstance(optimizer, Held):
+    if isinstance(optimizer, GroupHolder):
         name = optimizer.kind
     elif kind.__module__.partition(".")[0] not in ("torch", "transformers") or name not in {**KINDS, **OF_OBJECTS}:
         problem = f"is a {kind.__module__}.{kind.__name__}, which is not converted"
@@ -47,7 +47,7 @@ _NAMES = {"transformers.optimization.Adafactor": "adafactor of transformers"}
 """The kinds of optimizers whose class has the name of one of torch."""
 
 
-class Held(torch.optim.Optimizer):
+class GroupHolder(torch.optim.Optimizer):
     """An optimizer without a step of its own: it has groups of parameters and their rates, and `kind` says which
     optimizer of `fzero.optim` updates them."""
 

@@ -12,6 +12,7 @@ from fzero.base.sizes import format_size
 from fzero.layout.layout import Layout
 from fzero.pages.charts import Bar, draw_bars, draw_lanes, draw_legend, draw_stack
 from fzero.pages.style import STYLE
+from fzero.program.arguments import name_in
 from fzero.program.flops import count_flops
 from fzero.program.largest import WITHIN, list_alive
 from fzero.program.operation import Node
@@ -116,10 +117,10 @@ def _is_of_backward(node: Node) -> bool:
 
 
 def _name_node(node: Node) -> str:
-    bucket = node.args[1] if starts(node) is not None and len(node.args) > 1 else None
+    bucket = name_in(node) if starts(node) is not None else None
     what = name_of(node) if node.op == "call_function" else node.op
     line = f"\n{_shorten(node.stack_trace)}" if node.stack_trace else ""
-    return what + (f" {bucket}" if isinstance(bucket, str) else "") + line
+    return what + (f" {bucket}" if bucket is not None else "") + line
 
 
 def _draw_largest(program: Program) -> str:

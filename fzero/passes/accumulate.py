@@ -11,6 +11,7 @@ from torch import fx
 
 from fzero.passes.order import erase_dead, find_changes
 from fzero.program import ops
+from fzero.program.arguments import LeafMove, Reduction, items_of, operand_of, position_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Slice
 from fzero.program.operation import Node
@@ -75,7 +76,7 @@ def _is_linear(node: Node, scatters: list[Node]) -> bool:
         return False
     if node.meta["val"].dtype != scatters[0].meta["val"].dtype:
         return False
-    of_one_leaf = len({scatter.args[1:3] for scatter in scatters}) == 1
+    of_one_leaf = len({LeafMove(*scatter.args).key for scatter in scatters}) == 1
     given = sum(map(_is_scatter, node.args))
     return of_one_leaf and ((is_call(node, *_SCALINGS) and given == 1) or (is_call(node, *_SUMS) and given == 2))
 
@@ -83,9 +84,9 @@ def _is_linear(node: Node, scatters: list[Node]) -> bool:
 def _swap(program: Program, node: Node, scatter: Node) -> None:
     """Replace `op(scatter(x), ...)` by `scatter(op(x, ...))`."""
     with program.graph.inserting_before(node):
-        args = [arg.args[0] if _is_scatter(arg) else arg for arg in node.args]
+        args = [LeafMove(*arg.args).value if _is_scatter(arg) else arg for arg in node.args]
         full = program.emit(node.target, *args, **node.kwargs)
-        program.substitute(node, program.emit(ops.scatter, full, *scatter.args[1:]))
+        program.substitute(node, program.emit(ops.scatter, *LeafMove(*scatter.args)._replace(value=full)))
 
 
 def _is_scatter(arg: Any) -> bool:
@@ -106,34 +107,36 @@ class _Sum(NamedTuple):
 
 def _mean_behind(program: Program, loop: Node) -> None:
     """Let a loop add up the gradients of this rank, and take the means of the sums behind the loop."""
-    body = loop.args[0].copy()
+    given = Loop(*loop.args)
+    body = given.body.copy()
     sums = _list_sums(body)
     if not sums:
         return
-    kinds, given = infer(body), list(Loop(*loop.args).carry)
+    kinds, carry = infer(body), list(given.carry)
     arguments, results = list(body.arguments), list(body.results)
-    returned, means = list(body.output.args[0]), dict[int, list[Node]]()
+    returned, means = list(body.returned), dict[int, list[Node]]()
     for each in sums:
         i, kind, new = each.carry, kinds[each.gradient], _add_gradient(body, each)
         returned[i], means[i] = new, each.means
         arguments[i], results[i] = Argument(f"carry.{i}", kind=kind), Result(f"carry.{i}", kind=kind)
         like = new.meta["val"]
         with program.graph.inserting_before(loop):
-            given[i] = program.emit(_aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device)
+            carry[i] = program.emit(_aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device)
     body.output.args = (returned,)
     erase_dead(body.graph)
     body = replace(body, arguments=tuple(arguments), results=tuple(results))
-    befores, loop.args = Loop(*loop.args).carry, tuple(Loop(*loop.args)._replace(body=body, carry=given))
+    loop.args = tuple(given._replace(body=body, carry=carry))
     program.refresh_with([loop])
-    items = {item.args[1]: item for item in loop.users}
+    items = items_of(loop)
     for i, chain in means.items():
         if i in items:
-            _take_means(program, items[i], befores[i], chain)
+            _take_means(program, items[i], given.carry[i], chain)
 
 
 def _average_replicas_behind(program: Program, loop: Node) -> None:
     """Let a loop add up means over the shard axis, and take the means of the sums over other axes behind the loop."""
-    mesh, body = program.mesh, loop.args[0].copy()
+    mesh, given = program.mesh, Loop(*loop.args)
+    body = given.body.copy()
     sums = _list_sums(body)
     arguments, results, behind = list(body.arguments), list(body.results), dict[int, tuple[str, Sequence[str]]]()
     for each in sums:
@@ -148,15 +151,15 @@ def _average_replicas_behind(program: Program, loop: Node) -> None:
         elif isinstance(kind, frozenset):  # of a leaf that every rank holds
             behind[i] = each.means[0].kwargs["leaf"], mesh.replica_axes
             for mean in each.means:
-                mean.update_arg(2, mesh.shard_axis)
+                mean.args = tuple(Reduction(*mean.args)._replace(axis=mesh.shard_axis))
             kind |= frozenset(mesh.replica_axes)
         arguments[i], results[i] = replace(arguments[i], kind=kind), replace(results[i], kind=kind)
     if behind:
         body = replace(body, arguments=tuple(arguments), results=tuple(results))
-        loop.args = (body, *loop.args[1:])
+        loop.args = tuple(given._replace(body=body))
         for item in list(loop.users):
-            if item.args[1] in behind:
-                _average(program, item, *behind[item.args[1]])
+            if position_of(item) in behind:
+                _average(program, item, *behind[position_of(item)])
 
 
 def _average(program: Program, total: Node, leaf: str, axes: Sequence[str]) -> None:
@@ -182,7 +185,7 @@ def _find_sums(body: Program, call: Node) -> list[_Sum]:
     if is_call(call, _aten.add.Tensor):
         rows = [(call, *call.args)]
     elif is_call(call, _aten._foreach_add.List):
-        items = {item.args[1]: item for item in call.users}
+        items = items_of(call)
         rows = [(items.get(i), *pair) for i, pair in enumerate(zip(*call.args))]
     else:
         return []
@@ -192,7 +195,7 @@ def _find_sums(body: Program, call: Node) -> list[_Sum]:
 
 def _find_sum(body: Program, new: Node | None, old: Any, added: Any) -> _Sum | None:
     """`new = old + added`, where `old` is a carry, `new` its next value, and `added` the mean of a gradient."""
-    returned = body.output.args[0]
+    returned = body.returned
     if new is None or not isinstance(added, fx.Node) or old not in body.placeholders:
         return None
     at = body.placeholders.index(old)
@@ -204,7 +207,7 @@ def _find_sum(body: Program, new: Node | None, old: Any, added: Any) -> _Sum | N
             means.insert(0, added)
         elif means:
             return None  # a cast between means
-        added = added.args[0]
+        added = operand_of(added)
     return _Sum(at, added, means, new.meta["val"].dtype) if means else None
 
 
@@ -231,7 +234,8 @@ def _take_means(program: Program, total: Node, before: Node, means: list[Node]) 
     with program.graph.inserting_before(total.next):
         mean = total
         for node in means:
-            mean = program.emit(node.target, mean, *node.args[1:], **node.kwargs)
+            _, *how = node.args
+            mean = program.emit(node.target, mean, *how, **node.kwargs)
         new = program.emit(_aten.add.Tensor, before, mean)
     for user in users:
         user.replace_input_with(total, new)

@@ -19,6 +19,7 @@ from fzero.passes.order import (
     sink_gathers,
 )
 from fzero.program import ops
+from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import is_call, storage
@@ -72,10 +73,10 @@ def _group_moves(program: Program, target: Any, behind: Mapping[Node, list[Node]
     path = {node: argument.path for node, argument in zip(program.placeholders, program.arguments)}
     groups: dict[tuple[object, ...], dict[int, Node]] = {}
     for node in moves:
-        how = tuple(node.kwargs.items())
-        key = (node.args[1], node.meta["val"].dtype, depth[node], _find_tree(program, node, path), how)
+        move, how = LeafMove(*node.args), tuple(node.kwargs.items())
+        key = (move.bucket, node.meta["val"].dtype, depth[node], _find_tree(program, node, path), how)
         repeats = (groups.setdefault((*key, repeat), {}) for repeat in count())
-        next(members for members in repeats if node.args[2] not in members)[node.args[2]] = node
+        next(members for members in repeats if move.leaf not in members)[move.leaf] = node
     return [[members[leaf] for leaf in sorted(members)] for members in groups.values()]
 
 
@@ -86,7 +87,7 @@ def _find_tree(program: Program, node: Node, path: dict[Node, str]) -> tuple[str
     """
     if not is_call(node, ops.gather):
         return None
-    leaf = program.layout_of(node).leaves[node.args[2]].path
+    leaf = program.layout_of(node).leaves[LeafMove(*node.args).leaf].path
     source = node
     while source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -104,7 +105,8 @@ def _move_together(
 ) -> None:
     """Replace `members` by one collective `start`, a wait, and a `take` for each member, behind the last operand. A
     member that must stay `behind` a write into its operand takes the collective behind the write."""
-    name, values, leaves = members[0].args[1], [node.args[0] for node in members], [node.args[2] for node in members]
+    moves = [LeafMove(*node.args) for node in members]
+    name, values, leaves = moves[0].bucket, [move.value for move in moves], [move.leaf for move in moves]
     sent = wire(program.layouts[name], tuple(leaves))
     written = [write for node in members for write in behind.get(node, ())]
     size, how = (sent.numel, {}) if start is ops.all_gather else (sent.stride, members[0].kwargs)
@@ -113,7 +115,7 @@ def _move_together(
     with program.graph.inserting_before(max([*values, *written]).next):
         pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)
-        taken = [program.emit(take, buffer, name, leaves, i, node.args[3]) for i, node in enumerate(members)]
+        taken = [program.emit(take, buffer, name, leaves, i, move.size) for i, move in enumerate(moves)]
     program.substitute_all(dict(zip(members, taken)))
 
 
@@ -128,14 +130,14 @@ def _cast_blocks(program: Program) -> None:
             continue
         dtypes = {node.meta["val"].dtype for node in casts}
         if len(dtypes) == 1:
-            program.substitute_all({cast: cast.args[0] for cast in casts})
+            program.substitute_all({cast: operand_of(cast) for cast in casts})
             with program.graph.inserting_before(block):
                 program.substitute(block, program.emit(ops.wait, start, dtype=dtypes.pop()))
 
 
 def _skip_casts(slices: list[Node]) -> tuple[list[Node], dict[str, Any]]:
     """The slices before their casts, and the keyword with which an all-gather casts them instead."""
-    given = [node.args[0] if _is_cast(node) else node for node in slices]
+    given = [operand_of(node) if _is_cast(node) else node for node in slices]
     return given, {} if given == slices else {"dtype": slices[0].meta["val"].dtype}
 
 
@@ -144,5 +146,5 @@ def _is_cast(node: Node) -> bool:
     return (
         is_call(node, torch.ops.aten._to_copy.default)
         and node.kwargs.keys() == {"dtype"}
-        and node.args[0].op == "placeholder"
+        and operand_of(node).op == "placeholder"
     )

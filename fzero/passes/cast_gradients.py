@@ -9,6 +9,7 @@ import torch
 
 from fzero.passes.order import find_changes
 from fzero.program import ops
+from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import is_call, storage
@@ -50,20 +51,21 @@ def _is_mean_of_gradient(node: Node) -> bool:
 def _find_leaf(program: Program, node: Node) -> str:
     """The path of the leaf whose gradient a node takes the mean of."""
     if is_call(node, ops.scatter):
-        return program.layout_of(node).leaves[node.args[2]].path
+        return program.layout_of(node).leaves[LeafMove(*node.args).leaf].path
     return str(node.kwargs.get("leaf", ""))
 
 
 def _cast_mean(program: Program, node: Node, dtype: torch.dtype, changed: Container[Any]) -> None:
     """Let a node that takes a mean take it in `dtype`. `changed` is the memory that some node writes into."""
-    given, gradient = node.meta["val"].dtype, node.args[0]
+    given, gradient = node.meta["val"].dtype, operand_of(node)
     if given == dtype:
         return
     is_final = gradient.op == "call_function" and storage(gradient) not in changed
     with program.graph.inserting_before(gradient.next if is_final else node):
         cast = program.emit(_to_copy, gradient, dtype=dtype)
     with program.graph.inserting_before(node):
-        mean = program.emit(node.target, cast, *node.args[1:], **node.kwargs)
+        _, *how = node.args
+        mean = program.emit(node.target, cast, *how, **node.kwargs)
         back = program.emit(_to_copy, mean, dtype=given)
     for user in list(node.users):
         if is_call(user, _to_copy) and user.kwargs.get("dtype"):

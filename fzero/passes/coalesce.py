@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from fzero.passes.order import count_depths, find_dependences, find_mutable, restore_order
 from fzero.program import ops
+from fzero.program.arguments import Reduction
 from fzero.program.operation import Node
 from fzero.program.program import Program
 
@@ -24,11 +26,11 @@ def coalesce(program: Program) -> Program:
     reductions = program.graph.find_nodes(op="call_function", target=ops.all_reduce)
     held = find_mutable(program.graph)
     depth = count_depths(program.graph, set(reductions), find_dependences(held))
-    groups: dict[tuple[object, ...], list[Node]] = {}
+    groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in reductions:
-        value = node.meta["val"]
-        if node.args[0] not in held:
-            groups.setdefault((*node.args[1:], value.dtype, value.device, depth[node]), []).append(node)
+        value, (source, op, axis) = node.meta["val"], Reduction(*node.args)
+        if source not in held:
+            groups.setdefault((op, axis, value.dtype, value.device, depth[node]), []).append(node)
     for (op, axis, *_), members in groups.items():
         if len(members) > 1:
             _reduce_together(program, members, op, axis)
@@ -36,8 +38,8 @@ def coalesce(program: Program) -> Program:
     return program
 
 
-def _reduce_together(program: Program, members: list[Node], op: object, axis: object) -> None:
-    values = [node.args[0] for node in members]
+def _reduce_together(program: Program, members: list[Node], op: str, axis: str) -> None:
+    values = [Reduction(*node.args).value for node in members]
     with program.graph.inserting_before(max(values).next):
         together = program.emit(ops.all_reduce_list, values, op, axis)
         reduced = [program.emit(operator.getitem, together, position) for position in range(len(members))]

@@ -6,6 +6,7 @@ import torch
 
 from fzero.passes.order import find_changes, is_cast
 from fzero.program import ops
+from fzero.program.arguments import operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import is_call, record, storage
@@ -59,8 +60,8 @@ def _copy_chain(program: Program, chain: list[Node], user: Node) -> dict[Node, N
             return node
         if node not in copies:
             dtype = node.meta["val"].dtype
-            source = copy(node.args[0]) if is_cast(node) and dtype.is_floating_point else None
-            if source is not None and is_call(source, ops.dequantize) and source.args[3] == torch.float32:
+            source = copy(operand_of(node)) if is_cast(node) and dtype.is_floating_point else None
+            if source is not None and is_call(source, ops.dequantize) and source.meta["val"].dtype == torch.float32:
                 codes, scales, shape, _, *rest = source.args  # it computes in float32, and rounds once
                 copies[node] = program.emit(ops.dequantize, codes, scales, shape, dtype, *rest)
             else:

@@ -12,13 +12,14 @@ from torch import fx
 from fzero.base.torch_private import overload_name
 from fzero.passes.owners import MemoryOwners
 from fzero.program import ops
+from fzero.program.arguments import Item, item_of, items_of, operand_of, position_of, sources_of
 from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
 from fzero.program.program import Argument, Program
-from fzero.program.records import body_of, find_calls, find_writes, is_call, name_of, record, storage
+from fzero.program.records import body_of, find_calls, find_writes, name_of, record, storage
 
 _TIMES_A_NUMBER = (
     torch.ops.aten.mul.Scalar,
@@ -68,13 +69,13 @@ def donate(program: Program) -> Program:
 def _keeps_its_carry(program: Program, donated: set[Node]) -> bool:
     """Whether every carry of a loop's body is donated and is the result in its own place."""
     carries = [result for result in program.results if result.path.startswith("carry.")]
-    pairs = list(zip(carries, program.placeholders, program.output.args[0]))
+    pairs = list(zip(carries, program.placeholders, program.returned))
     return donated == {old for _, old, _ in pairs} and all(old is new for _, old, new in pairs)
 
 
 def _list_state_results(program: Program) -> list[tuple[int, Any, Node]]:
     """`(position in the output, result, node)` of each result that is state, and of the results of a loop's body."""
-    returned = zip(program.tensor_results, program.output.args[0])
+    returned = zip(program.tensor_results, program.returned)
     return [
         (i, result, node)
         for i, (result, node) in enumerate(returned)
@@ -97,12 +98,13 @@ def _is_update(program: Program, owners: MemoryOwners) -> bool:
     for _, result, node in _list_state_results(program):
         call = _follow_copies(node)
         path: list[int] = []
-        while is_call(call, operator.getitem):
-            call, path = call.args[0], [call.args[1], *path]
+        while (item := item_of(call)) is not None:
+            call, path = item.source, [item.position, *path]
         if call.op == "call_function" and record(call).in_place is not None:
             return True
-        is_list = bool(path) and bool(call.args) and isinstance(call.args[0], (list, tuple))
-        first = dict(enumerate(call.args[0])).get(path[-1]) if is_list else (*call.args, None)[0]
+        first = operand_of(call) if call.args else None
+        if path and isinstance(first, (list, tuple)):
+            first = dict(enumerate(first)).get(path[-1])
         first = _follow_copies(first) if isinstance(first, fx.Node) else None
         if first is not None and first.op == "placeholder" and _matches(owners, first, result, node):
             return True
@@ -135,10 +137,10 @@ def _work_in_place(program: Program, owners: MemoryOwners, is_update: bool) -> s
 def _replace_columns(program: Program, owners: MemoryOwners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Turn an operation whose record has an in-place form, and which replaces whole lists of operands, into that."""
     operation = record(call)
-    columns = {column.args[1]: column for column in call.users}
+    columns = items_of(call)
     news: dict[Node, Node] = {}
     for index, argument in enumerate(operation.replaces):
-        items = {item.args[1]: item for item in columns[index].users} if index in columns else {}
+        items = items_of(columns[index]) if index in columns else {}
         news.update({old: items.get(position) for position, old in enumerate(call.args[argument])})
     reads = owners.reads(call)
 
@@ -161,7 +163,7 @@ def _replace_columns(program: Program, owners: MemoryOwners, call: Node, wanted:
 def _find_original(node: Node) -> Node | None:
     """The value that a node is a copy of from the place before; None for any other node."""
     start = copy_of(node) if node.all_input_nodes else None  # an erased node has no operands
-    return None if start is None else start.args[0][node.args[1]]
+    return None if start is None else sources_of(start)[position_of(node)]
 
 
 def _copy_into_arguments(program: Program, owners: MemoryOwners, wanted: dict[Node, Any], is_update: bool) -> set[Node]:
@@ -183,10 +185,10 @@ def _copy_into_arguments(program: Program, owners: MemoryOwners, wanted: dict[No
 
     for start in [node for node in program.graph.nodes if node.target in OVERWRITING]:
         (arrived,) = start.users
-        items = {item.args[1]: item for item in arrived.users}
-        olds = [find(start, new, items.get(i)) for i, new in enumerate(start.args[0])]
+        items, news = items_of(arrived), sources_of(start)
+        olds = [find(start, new, items.get(i)) for i, new in enumerate(news)]
         if None not in olds and len({*olds} - donated) == len(olds):
-            start.target, start.args, start.meta["val"] = OVERWRITING[start.target], (start.args[0], olds), None
+            start.target, start.args, start.meta["val"] = OVERWRITING[start.target], (news, olds), None
             arrived.meta["val"] = None
             program.substitute_all({item: olds[i] for i, item in items.items()})
             donated.update(olds)
@@ -199,7 +201,7 @@ def _find_argument(owners: MemoryOwners, new: Node) -> Node | None:
     for node in owners.nodes[owners.owner[new]]:
         original = _find_original(node)
         if original is not None and original.op == "placeholder":
-            return original if owners.dies_at(original, node.args[0]) else None
+            return original if owners.dies_at(original, Item(*node.args).source) else None
     return None
 
 
@@ -208,8 +210,7 @@ def _replace_lists(program: Program, owners: MemoryOwners, call: Node, wanted: d
     in_place = _find_in_place(call)
     if in_place is None:
         return set()
-    items = {item.args[1]: item for item in call.users}
-    olds = list(call.args[0])
+    items, olds = items_of(call), list(operand_of(call))
     if not all(_replaces(owners, call, old, items.get(i), wanted) for i, old in enumerate(olds)):
         return set()
     if not _are_apart(owners, call):
@@ -220,7 +221,7 @@ def _replace_lists(program: Program, owners: MemoryOwners, call: Node, wanted: d
 
 def _replace_one(program: Program, owners: MemoryOwners, call: Node, wanted: dict[Node, Any]) -> set[Node]:
     """Put the in-place form of an operation behind it, where the result replaces the first operand."""
-    in_place, old = _find_in_place(call), call.args[0] if call.args else None
+    in_place, old = _find_in_place(call), operand_of(call) if call.args else None
     if in_place is None or not isinstance(old, fx.Node):
         return set()
     views = [x for x in call.all_input_nodes if owners.owner[x] == owners.owner[old]]
@@ -237,7 +238,7 @@ def _replace_carry(program: Program, owners: MemoryOwners, loop: Node, wanted: d
     """Let a loop whose body updates its carry in place write into state arguments that the results replace, into
     temporaries that nothing else reads, and otherwise into copies."""
     donated, news = set[Node](), dict[Node, Node]()
-    items = {item.args[1]: item for item in loop.users}
+    items = items_of(loop)
     reads = owners.reads(loop)
     fixed = {owners.owner[node] for node in program.placeholders + program.graph.find_nodes(op="get_attr")}
     given = Loop(*loop.args)
@@ -291,7 +292,8 @@ def _replaces(owners: MemoryOwners, call: Node, old: Node, new: Node | None, wan
 
 def _are_apart(owners: MemoryOwners, call: Node) -> bool:
     """Whether each item of a list operation can overwrite its first operand: no other item reads that memory."""
-    olds, lists = call.args[0], [*call.args[1:], *call.kwargs.values()]
+    olds, *lists = call.args
+    lists += call.kwargs.values()
     columns = [[*zip(column, olds)] if isinstance(column, (list, tuple)) else [(column, None)] for column in lists]
     beside = [x for column in columns for x, old in column if isinstance(x, fx.Node) and x is not old]
     written = {owners.owner[old] for old in olds}
@@ -306,7 +308,7 @@ def _reuse_lists(program: Program, owners: MemoryOwners) -> None:
         in_place = _find_in_place(call)
         if in_place is None:
             continue
-        olds = list(call.args[0])
+        olds = list(operand_of(call))
         apart = _are_apart(owners, call) and given.isdisjoint(owners.owner[old] for old in olds)
         pairs = zip(olds, call.meta["val"])
         fits = all(_has_distinct_elements(old) and old.meta["val"].dtype == new.dtype for old, new in pairs)
@@ -324,7 +326,8 @@ def _find_in_place(call: Node) -> Any:
     `add.Tensor`. None where torch has none or one of other bits, or where the operation is not pointwise."""
     name = name_of(call)
     if call.target in _TIMES_A_NUMBER:
-        given = call.args[0] if isinstance(call.args[0], (list, tuple)) else [call.args[0]]
+        given = operand_of(call)
+        given = given if isinstance(given, (list, tuple)) else [given]
         if any(x.meta["val"].dtype in _NARROW for x in given):
             return None
     if not name.startswith("_foreach_") and torch.Tag.pointwise not in getattr(call.target, "tags", ()):
@@ -335,7 +338,7 @@ def _find_in_place(call: Node) -> Any:
 
 def _overwrite(program: Program, owners: MemoryOwners, call: Node, in_place: Any) -> None:
     """Make `call` write into its first list. The nodes of that list take the place of the items of the result."""
-    olds = {item: call.args[0][item.args[1]] for item in call.users}
+    olds = {item: operand_of(call)[position_of(item)] for item in call.users}
     for item, old in olds.items():
         owners.join(old, item)
     program.substitute_all(olds)
@@ -348,7 +351,7 @@ def _copy_back(program: Program, owners: MemoryOwners, donated: set[Node]) -> se
 
     Returns the arguments that are written to.
     """
-    returned = list(program.output.args[0])
+    returned = list(program.returned)
     kept = {owners.owner[node] for node in returned}
     free = {
         argument.path: node

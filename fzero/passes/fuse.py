@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from fzero.optim.kernels import scale_by_adam, scale_by_rss
 from fzero.passes.order import drop_dead_rows, find_changes, restore_order
 from fzero.program import ops
+from fzero.program.arguments import Item, operand_of, position_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import is_call, name_of, storage
@@ -86,7 +87,7 @@ def _choose_rows(total: Node, changed: Set[Any], on_host: Set[Node]) -> Iterator
         is_apart = replaced.isdisjoint(row.operands) and (replaced | read).isdisjoint(row.results)
         return is_last and is_apart and not any(storage(x) in changed for x in row.operands)
 
-    for index in range(len(total.args[0])):
+    for index in range(len(operand_of(total))):
         tail = _find_tail(lists, total, index)
         if tail is None:
             continue
@@ -113,20 +114,20 @@ class _Tail(NamedTuple):
 
 def _find_tail(lists: _Lists, total: Node, index: int) -> _Tail | None:
     """The end of the update of leaf `index`; None where it is another, or where one of its parts has another use."""
-    param, step = total.args[0][index], total.args[1][index]
+    param, step = (column[index] for column in total.args)
     new, product = lists.item(total, index), _find_list(step, *_MULTIPLY)
     is_simple = set(step.users) == {total} and total.kwargs.get("alpha", 1) == 1
     if new is None or product is None or not (is_simple and _is_parameter(param)):
         return None
-    scaled = product.args[0][step.args[1]]
-    direction, decay, user = _split_decay(scaled, {product}, param)
-    return _Tail(new, param, product.args[1], decay, direction, user or product, product)
+    scaled, rate = product.args
+    direction, decay, user = _split_decay(scaled[position_of(step)], {product}, param)
+    return _Tail(new, param, rate, decay, direction, user or product, product)
 
 
 def _is_parameter(node: Node) -> bool:
     """Whether a value is an argument of the step, or what an earlier update made of one."""
     column = _find_list(node, operator.getitem)
-    is_updated = column is not None and is_call(column.args[0], ops.adagrad, ops.adamw, ops.momentum, ops.sgd)
+    is_updated = column is not None and is_call(operand_of(column), ops.adagrad, ops.adamw, ops.momentum, ops.sgd)
     return bool(node.op == "placeholder" or _find_list(node, _ADD) is not None or is_updated)
 
 
@@ -134,9 +135,10 @@ def _split_decay(node: Node, users: Set[Node], param: Node) -> tuple[Node, float
     """`(g, decay, addition)` where `node` is `g + decay * param`, by an addition that only `users` use; else
     `(node, 0.0, None)`."""
     addition = _find_list(node, _ADD)
-    if addition is None or set(node.users) != users or addition.args[1][node.args[1]] is not param:
+    if addition is None or set(node.users) != users:
         return node, 0.0, None
-    return addition.args[0][node.args[1]], addition.kwargs.get("alpha", 1), addition
+    given, decayed = (column[position_of(node)] for column in addition.args)
+    return (given, addition.kwargs.get("alpha", 1), addition) if decayed is param else (node, 0.0, None)
 
 
 def _match_adam(lists: _Lists, tail: _Tail) -> _Row | None:
@@ -144,9 +146,9 @@ def _match_adam(lists: _Lists, tail: _Tail) -> _Row | None:
     mu, nu = lists.state(adam, 1, at), lists.state(adam, 2, at)
     if adam is None or mu is None or nu is None:
         return None
-    operands = (tail.param, *(adam.args[column][at] for column in range(3)))
-    options = (*adam.args[4:], tail.decay)
-    return _Row(ops.adamw, operands, adam.args[3:4], tail.rate, options, (tail.new, mu, nu), frozenset())
+    grads, mus, nus, count, *options = adam.args
+    operands = (tail.param, grads[at], mus[at], nus[at])
+    return _Row(ops.adamw, operands, (count,), tail.rate, (*options, tail.decay), (tail.new, mu, nu), frozenset())
 
 
 def _match_adagrad(lists: _Lists, tail: _Tail) -> _Row | None:
@@ -154,9 +156,10 @@ def _match_adagrad(lists: _Lists, tail: _Tail) -> _Row | None:
     sums = lists.state(rss, 1, at)
     if rss is None or sums is None or tail.decay or tail.param.meta["val"].device.type != "cpu":
         return None
-    grad, decay, _ = _split_decay(rss.args[0][at], {rss}, tail.param)
-    operands = (tail.param, grad, rss.args[1][at])
-    return _Row(ops.adagrad, operands, (), tail.rate, (*rss.args[2:], decay), (tail.new, sums), frozenset())
+    grads, olds, *options = rss.args
+    grad, decay, _ = _split_decay(grads[at], {rss}, tail.param)
+    operands = (tail.param, grad, olds[at])
+    return _Row(ops.adagrad, operands, (), tail.rate, (*options, decay), (tail.new, sums), frozenset())
 
 
 def _match_momentum(lists: _Lists, tail: _Tail) -> _Row | None:
@@ -164,17 +167,14 @@ def _match_momentum(lists: _Lists, tail: _Tail) -> _Row | None:
     new, addition = tail.direction, _find_list(tail.direction, _ADD)
     if addition is None or tail.decay:
         return None
-    grad, trace = (column[new.args[1]] for column in addition.args)
+    grad, trace = (column[position_of(new)] for column in addition.args)
     momentum, path, inner = addition.kwargs.get("alpha", 1), {addition, tail.product}, _find_list(trace, _ADD)
-    is_nesterov = (
-        inner is not None
-        and inner.args[0][trace.args[1]] is grad
-        and inner.kwargs.get("alpha", 1) == momentum
-        and set(new.users) == {tail.user}
-    )
-    if inner is not None and is_nesterov:
-        new, trace = trace, inner.args[1][trace.args[1]]
-        path.add(inner)
+    is_nesterov = False
+    if inner is not None and inner.kwargs.get("alpha", 1) == momentum and set(new.users) == {tail.user}:
+        given, before = (column[position_of(trace)] for column in inner.args)
+        is_nesterov = given is grad
+        new, trace = (trace, before) if is_nesterov else (new, trace)
+        path.update([inner] if is_nesterov else [])
     is_state = not set(new.users) <= path
     if not momentum or not is_state or _is_of_stage(grad):
         return None
@@ -248,7 +248,7 @@ class _Lists:
             self._items[node] = taken
             for user in node.users if node is not None else ():
                 if is_call(user, operator.getitem):
-                    taken.setdefault(user.args[1], []).append(user)
+                    taken.setdefault(position_of(user), []).append(user)
         users = self._items[node].get(index, [])
         return users[0] if len(users) == 1 else None
 
@@ -259,15 +259,16 @@ class _Lists:
 
 def _find_list(item: Node, *targets: Any) -> Node | None:
     """The call of one of these list operations that `item` is an item of."""
-    return item.args[0] if is_call(item, operator.getitem) and is_call(item.args[0], *targets) else None
+    call = operand_of(item) if is_call(item, operator.getitem) else None
+    return call if call is not None and is_call(call, *targets) else None
 
 
 def _find_stage(tail: _Tail, target: Any) -> tuple[Node | None, int]:
     """The call of a stage that the direction comes from, if nothing else uses the direction, and the leaf's index."""
     updates = _find_list(tail.direction, operator.getitem)
-    if updates is None or updates.args[1] != 0 or set(tail.direction.users) != {tail.user}:
+    if updates is None or position_of(updates) != 0 or set(tail.direction.users) != {tail.user}:
         return None, 0
-    return _find_list(updates, target), tail.direction.args[1]
+    return _find_list(updates, target), position_of(tail.direction)
 
 
 def _is_of_stage(item: Node) -> bool:
@@ -275,15 +276,15 @@ def _is_of_stage(item: Node) -> bool:
     view of such a result."""
     while is_call(item, operator.getitem, _aten.view.default):
         if is_call(item, _aten.view.default):
-            item = item.args[0]
+            item = operand_of(item)
             continue
-        call, index = item.args
+        call, index = Item(*item.args)
         if is_call(call, operator.getitem):
-            call = call.args[0]
+            call = operand_of(call)
         if not name_of(call).startswith("_foreach_"):
             is_of_torch = getattr(call.target, "namespace", "") == "aten"
             return not is_of_torch and not is_call(call, ops.all_reduce_list)  # which gives gradients of whole leaves
-        item = call.args[0][index]
+        item = operand_of(call)[index]
     return False
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from fzero.passes.order import erase_dead
 from fzero.program import ops
+from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.program import Argument, Program
@@ -40,11 +41,12 @@ def _hoist_gathers(program: Program, node: Node, keep: Collection[str] | None) -
     }
     constants, lists, gathered = dict(zip(given[end:], loop.constants)), list(loop.lists), list(loop.constants)
     for gather in body.graph.find_nodes(op="call_function", target=ops.gather):
-        names = loop.layers.get(gather.args[1], [gather.args[1]])
+        name = LeafMove(*gather.args).bucket
+        names = loop.layers.get(name, [name])
         if keep is not None and not set(names) <= set(keep):
             continue
         chain = _find_chain(gather)
-        root = chain[0].args[0]
+        root = operand_of(chain[0])
         if root in constants:
             gathered.append(_copy_chain(program, node, chain, constants[root], 0))
             at = len(given)
@@ -67,8 +69,8 @@ def _hoist_gathers(program: Program, node: Node, keep: Collection[str] | None) -
 def _find_chain(gather: Node) -> list[Node]:
     """The casts that make what a gather moves, and the gather."""
     chain = [gather]
-    while is_call(chain[0].args[0], torch.ops.aten._to_copy.default):
-        chain.insert(0, chain[0].args[0])
+    while is_call(source := operand_of(chain[0]), torch.ops.aten._to_copy.default):
+        chain.insert(0, source)
     return chain
 
 
@@ -77,10 +79,10 @@ def _copy_chain(program: Program, node: Node, chain: list[Node], value: Node, ro
     layers = Loop(*node.args).layers
     with program.graph.inserting_before(node):
         for link in chain:
-            rest = link.args[1:]
+            _, *rest = link.args
             if link is chain[-1]:
                 bucket, *others = rest
-                rest = (layers[bucket][row] if bucket in layers else bucket, *others)
+                rest = [layers[bucket][row] if bucket in layers else bucket, *others]
             meta = {key: each for key, each in link.meta.items() if key != "val"}
             value = program.emit(link.target, value, *rest, **link.kwargs)
             value.meta.update(meta)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from torch import Tensor
 
 from fzero.passes.order import find_dependences, find_mutable, sort
+from fzero.program.arguments import sources_of
 from fzero.program.operation import Node
 from fzero.program.ops.transfers import is_of_saved_value
 from fzero.program.places import find_places, is_placed
@@ -87,7 +88,7 @@ def _is_late(node: Node, is_on_host: bool, *late: Collection[Node]) -> bool:
     results of such nodes, which are among the `late` ones, to the device."""
     if _is_copy_to_host(node):
         return _has_dimensions(node) and all(x.op == "placeholder" for x in node.all_input_nodes)
-    return is_on_host if record(node).to is None else all(any(x in each for each in late) for x in node.args[0])
+    return is_on_host if record(node).to is None else all(any(x in each for each in late) for x in sources_of(node))
 
 
 def _is_update(nodes: list[Node]) -> bool:

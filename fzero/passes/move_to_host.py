@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fzero.passes.order import find_changes, is_cast
 from fzero.program import ops
+from fzero.program.arguments import operand_of
 from fzero.program.open import fill_reference
 from fzero.program.operation import Node
 from fzero.program.ops import loops
@@ -43,9 +44,9 @@ def move_to_host(program: Program, values: Sequence[Node], again: Collection[Nod
 def _find_carries(graph: fx.Graph, values: Sequence[Node]) -> Iterator[Node]:
     """The carries of loops whose next value is one of these."""
     carries, lasts = ([node for node in graph.nodes if is_call(node, target)] for target in (loops.carry, loops.last))
-    for number in dict.fromkeys(node.args[1] for node in lasts):
-        pairs = zip(*([node for node in nodes if node.args[1] == number] for nodes in (carries, lasts)))
-        yield from (carry for carry, end in pairs if end.args[0] in values)
+    for number in dict.fromkeys(map(loops.number_of, lasts)):
+        pairs = zip(*([node for node in nodes if loops.number_of(node) == number] for nodes in (carries, lasts)))
+        yield from (carry for carry, end in pairs if operand_of(end) in values)
 
 
 class Uses(NamedTuple):

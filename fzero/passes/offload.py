@@ -15,6 +15,7 @@ from fzero.base.placement import Host, Placement
 from fzero.passes.cut_rows import cut_rows, has_rows
 from fzero.passes.order import find_changes, find_origins, reorder
 from fzero.program import ops
+from fzero.program.arguments import item_of, operand_of, sources_of, start_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node, nbytes
@@ -93,12 +94,13 @@ def _group_rows(node: Node, away: Away, kinds: dict[Node, Kind]) -> list[list[in
     """The leaves of a list operation by place, those on the host by bucket as well. An operation that writes runs where
     the memory lies that it writes into. Those of an update are in the order in which gradients are there."""
     groups: dict[Any, list[int]] = {}
-    lists = node.args[:1] if find_writes(node) else node.args
-    columns = [arg for arg in lists if isinstance(arg, (list, tuple)) and len(arg) == len(node.args[0])]
-    for row in range(len(node.args[0])):
+    first = operand_of(node)
+    lists = [first] if find_writes(node) else node.args
+    columns = [arg for arg in lists if isinstance(arg, (list, tuple)) and len(arg) == len(first)]
+    for row, x in enumerate(first):
         key: Any = any(column[row] in away for column in columns if isinstance(column[row], fx.Node))
         if key:
-            key = _find_bucket(node.args[0][row], kinds) or key
+            key = _find_bucket(x, kinds) or key
         groups.setdefault(key, []).append(row)
     position = record(node).gradients
     if position is None:
@@ -113,7 +115,7 @@ def _cut_followers(program: Program, away: Away, kinds: dict[Node, Kind]) -> Non
     for call in reversed(list(program.graph.nodes)):
         if call in away and has_rows(call):
             groups: dict[str | None, list[int]] = {}
-            for row, x in enumerate(call.args[0]):
+            for row, x in enumerate(operand_of(call)):
                 groups.setdefault(_find_bucket(x, kinds), []).append(row)
             if len(groups) > 1:
                 new = cut_rows(program, call, list(groups.values()))
@@ -162,12 +164,13 @@ def _note_place(node: Node, away: Away) -> None:
     if node.op != "call_function" or runs_on_device(node):
         return
     if record(node).to is not None or record(node).arrives:  # a saved value
-        if record(node).to == "host" or (record(node).arrives and node.args[0] in away):
+        if record(node).to == "host" or (record(node).arrives and start_of(node) in away):
             away[node] = Host()
         return
-    body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
-    if body is not None:
-        place = body.results[node.args[1]].place
+    item = item_of(node)
+    body = None if item is None else body_of(item.source)
+    if item is not None and body is not None:
+        place = body.results[item.position].place
     else:
         source = alias_of(node)
         memory = find_writes(node) or ([] if source is None else [source])
@@ -220,7 +223,7 @@ class _Transfers:
                     node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
         self._return()
         starts = self.graph.find_nodes(op="call_function", target=ops.to_host)
-        first = {*self._early, *(start for start in starts if self._early.issuperset(start.args[0]))}
+        first = {*self._early, *(start for start in starts if self._early.issuperset(sources_of(start)))}
         if first:
             nodes = [node for node in self.graph.nodes if node.op == "placeholder" or node in first]
             reorder(self.graph, dict.fromkeys([*nodes, *self.graph.nodes]))
@@ -272,7 +275,7 @@ class _Transfers:
 
     def _return(self) -> None:
         """Copy each result to where it belongs, right behind the operation that computes it."""
-        returned, moved = list(self.program.output.args[0]), dict[Any, dict[Node, None]]()
+        returned, moved = list(self.program.returned), dict[Any, dict[Node, None]]()
         for result, node in zip(self.program.tensor_results, returned):
             if self._find_where(node) != where_of(result):
                 moved.setdefault((result.place, *_name_files(result), _find_call(node)), {})[node] = None
@@ -315,6 +318,6 @@ def _find_early_numbers(graph: fx.Graph) -> set[Node]:
 
 def _find_call(node: Node) -> Node:
     """The call that a node is an item of, or the node itself."""
-    while is_call(node, operator.getitem):
-        node = node.args[0]
+    while (item := item_of(node)) is not None:
+        node = item.source
     return node

@@ -13,7 +13,6 @@ first uses them, in one loop over the head.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -24,10 +23,11 @@ from fzero.base.dtypes import accumulator
 from fzero.passes.order import restore_order
 from fzero.passes.rows import follow_rows, is_carrier, list_reduction_dims
 from fzero.program import ops
+from fzero.program.arguments import items_of, operand_of, position_of
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop, TiledLoss
 from fzero.program.program import Program
-from fzero.program.records import is_call, name_of, shares_memory
+from fzero.program.records import name_of, shares_memory
 
 _aten = torch.ops.aten
 MEAN = 1
@@ -65,6 +65,16 @@ class _Loss(NamedTuple):
     spread: Node | None
 
 
+class _NllLoss(NamedTuple):
+    """The arguments of `nll_loss_forward`, which are among those of `nll_loss_backward`."""
+
+    log_softmax: Node
+    labels: Node
+    weight: Node | None
+    reduction: int
+    ignore_index: int
+
+
 def open_loss(program: Program, product: Node, dim: int, rows: int) -> Node | None:
     """Replace the cross entropy whose logits a product gives, with the classes along `dim`, in the program's own graph.
 
@@ -99,20 +109,22 @@ def _find_loss(product: Node, dim: int, rows: int) -> _Loss | None:
     else:
         return None
     by_name = {name_of(each): each for each in user.users if each.op == "call_function"}
-    if len(by_name) < len(user.users) or logits.meta["val"].ndim != 2 or dim != 1 or user.args[2]:
+    if len(by_name) < len(user.users) or logits.meta["val"].ndim != 2 or dim != 1:
         return None
+    _, of_dim, is_wider = user.args
     every, forward = by_name.pop("sum", None), by_name.pop("nll_loss_forward", None)
     backward, gradient = by_name.pop("nll_loss_backward", None), by_name.pop("_log_softmax_backward_data", None)
     is_known = forward is not None and not by_name and (backward is None) == (gradient is None)
-    if not is_known or user.args[1] not in (1, -1):
+    if not is_known or of_dim not in (1, -1) or is_wider:
         return None
     if every is not None and (list_reduction_dims(every) != [1] or every < forward):  # it takes logsumexp from there
         return None
-    if forward.args[1].meta["val"].ndim != 1 or forward.args[3] not in (MEAN, 2):
+    of_tokens = _NllLoss(*forward.args)
+    if of_tokens.labels.meta["val"].ndim != 1 or of_tokens.reduction not in (MEAN, 2):
         return None
     if gradient is None or backward is None:
         return _Loss(logits, user, every, forward, None, None, None)
-    total = gradient.args[0]
+    total = operand_of(gradient)
     spread = None if total is backward else _find_spread(total, backward)
     is_known = list(backward.users) == [gradient if total is backward else total]
     is_known = is_known and (spread is None) == (total is backward)
@@ -121,12 +133,12 @@ def _find_loss(product: Node, dim: int, rows: int) -> _Loss | None:
 
 def _find_spread(total: Node, backward: Node) -> Node | None:
     """The value [T, 1] for all classes of a token that is added to a gradient; None where another value is."""
-    if name_of(total) != "add" or total.kwargs or backward not in total.args[:2] or len(total.users) > 1:
+    if name_of(total) != "add" or total.kwargs or backward not in total.args or len(total.users) > 1:
         return None
-    other = next((x for x in total.args[:2] if isinstance(x, fx.Node) and x is not backward), None)
+    other = next((x for x in total.args if isinstance(x, fx.Node) and x is not backward), None)
     if other is None or name_of(other) != "expand" or len(other.users) > 1:
         return None
-    spread = other.args[0]
+    spread = operand_of(other)
     return spread if list(spread.meta["val"].shape[1:]) == [1] else None
 
 
@@ -187,7 +199,7 @@ def _emit_loss(program: Program, loss: _Loss) -> tuple[_Sums, Node, Node]:
         every = emit(_aten._to_copy.default, emit(_aten.view.default, every, list(value.shape)), dtype=value.dtype)
         program.substitute(loss.every, every)
     for item in list(loss.forward.users):
-        program.substitute(item, (result, total)[item.args[1]])
+        program.substitute(item, (result, total)[position_of(item)])
     return sums, parts, total
 
 
@@ -195,12 +207,13 @@ def _emit_gradient(program: Program, loss: _Loss, sums: _Sums, parts: Node, tota
     """The gradient by the logits [T, V] of a loss of torch."""
     emit, gradient, of_loss, wide = program.emit, loss.gradient, loss.backward, sums.logits.meta["val"].dtype
     assert gradient is not None and of_loss is not None  # the caller has looked
-    cotangent, reduction = of_loss.args[0], of_loss.args[4]
+    cotangent, *of_tokens, _ = of_loss.args
+    nll = _NllLoss(*of_tokens)
     factor = emit(_aten._to_copy.default, cotangent, dtype=wide)
-    factor = emit(_aten.div.Tensor, factor, total) if reduction == MEAN else factor
+    factor = emit(_aten.div.Tensor, factor, total) if nll.reduction == MEAN else factor
     zero = emit(_aten.zeros.default, [], dtype=wide, device=factor.meta["val"].device)
     factor = emit(_aten.where.self, sums.counts, factor, zero)
-    if loss.forward.args[2] is not None:
+    if nll.weight is not None:
         factor = emit(_aten.mul.Tensor, factor, parts)
     factor = emit(_aten.unsqueeze.default, factor, 1)  # [T, 1]
     if loss.spread is None:
@@ -212,7 +225,7 @@ def _emit_gradient(program: Program, loss: _Loss, sums: _Sums, parts: Node, tota
     dtype: Any = gradient.meta["val"].dtype
     if result.meta["val"].dtype != dtype:
         result = emit(_aten._to_copy.default, result, dtype=dtype)
-    joined = gradient.args[0]
+    joined = operand_of(gradient)
     program.substitute(gradient, result)
     if loss.spread is not None:
         program.graph.erase_node(joined)
@@ -256,7 +269,7 @@ def _find_product(loop: Loop) -> tuple[Node, Node | None] | None:
         name, operands = name_of(user), list(user.args)
         bias = operands.pop(0) if name == "addmm" else None
         if name in ("mm", "addmm") and operands[0] is hidden and name_of(operands[1]) == "t":
-            head = given.get(operands[1].args[0])
+            head = given.get(operand_of(operands[1]))
             is_known = head is not None and (bias is None or bias in given)
             return (head, None if bias is None else given[bias]) if is_known else None
     return None
@@ -274,7 +287,7 @@ def _open_tile(program: Program, node: Node, loop: Loop, head: Node, bias: Node 
     of a loop."""
     emit, terms = program.emit, loop.loss
     assert terms is not None  # the caller has looked
-    items = {item.args[1]: item for item in node.users if is_call(item, operator.getitem)}
+    items = items_of(node)
     with program.graph.inserting_before(node):
         hidden, labels = (emit(_aten.view.default, x, [-1, *x.meta["val"].shape[2:]]) for x in loop.xs)
         turned = emit(_aten.t.default, head)

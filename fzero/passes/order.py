@@ -21,6 +21,7 @@ from fzero.base.torch_private import find_root, storage_key
 from fzero.base.torch_private_functions import list_targets
 from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
+from fzero.program.arguments import Item, operand_of, position_of, start_of
 from fzero.program.operation import Node, no_operands
 from fzero.program.program import Program
 from fzero.program.records import find_calls, find_writes, is_call, name_of, record, starts, storage
@@ -47,7 +48,7 @@ def find_accesses(node: Node) -> list[Node]:
         return node.all_input_nodes
     if operation.perform is None and operation.shares(node) and not operation.writes(node):
         return []
-    return [*node.all_input_nodes, *(node.args[0].all_input_nodes if operation.waits else ())]
+    return [*node.all_input_nodes, *(start_of(node).all_input_nodes if operation.waits else ())]
 
 
 Held = Mapping[Node, Any]
@@ -140,7 +141,7 @@ def is_cast(node: Node) -> bool:
     """Whether a node casts a value to another dtype, and does nothing else."""
     if not is_call(node, torch.ops.aten._to_copy.default):
         return False
-    new, old = node.meta["val"], node.args[0].meta["val"]
+    new, old = node.meta["val"], operand_of(node).meta["val"]
     return bool(new.dtype != old.dtype and (new.device, new.stride()) == (old.device, old.stride()))
 
 
@@ -159,7 +160,7 @@ def _drop_rows_of(call: Node, columns: list[Node]) -> None:
     if not all(is_call(item, operator.getitem) for item in items):
         return
     count = next(len(arg) for arg in call.args if isinstance(arg, (list, tuple)))  # `_foreach_pow` begins with a number
-    used = sorted({item.args[1] for item in items if item.users})
+    used = sorted({position_of(item) for item in items if item.users})
 
     def cut(values: Any) -> Any:
         is_column = isinstance(values, (list, tuple)) and len(values) == count
@@ -171,7 +172,8 @@ def _drop_rows_of(call: Node, columns: list[Node]) -> None:
         call.meta["val"] = cut(value) if call in columns else tuple(map(cut, value))
         for item in items:
             if item.users:
-                item.args = (item.args[0], used.index(item.args[1]))
+                source, row = Item(*item.args)
+                item.args = (source, used.index(row))
             else:
                 call.graph.erase_node(item)
         for column in columns:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fzero.program import ops
+from fzero.program.arguments import BufferView, start_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import alias_of, find_calls, is_call, list_operands, record, storage
@@ -36,8 +37,9 @@ class MemoryOwners:
         rank a collective returns its operand's memory.
         """
         if is_call(node, ops.whole, ops.part):
-            started = node.args[0].args[0]
-            sent = record(started).alias_at(started, node.args[3])
+            view = BufferView(*node.args)
+            started = start_of(view.buffer)
+            sent = record(started).alias_at(started, view.position)
             return storage(node) if sent is None else self.owner[sent]
         source = alias_of(node)
         owner = None if source is None else self.owner[source]

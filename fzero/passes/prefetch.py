@@ -11,6 +11,7 @@ from torch import fx
 from fzero.passes.host_updates import order_updates
 from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
+from fzero.program.arguments import start_of
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import copy_of, count_bytes, is_of_saved_value
@@ -75,9 +76,9 @@ def _schedule_values(graph: fx.Graph, costs: Costs, memory: int | None) -> None:
         return
     sizes = [nbytes(wait.meta["val"]) for wait in waits]
     limit = 2 * max(sizes) + 2 * sum(sizes) // len(sizes) if memory is None else memory
-    away = {wait: [wait, *wait.users] for wait in waits if is_call(wait.args[0], ops.to_host)}
+    away = {wait: [wait, *wait.users] for wait in waits if is_call(start_of(wait), ops.to_host)}
     reorder(graph, _let_go_late(graph, away, costs, limit))
-    back = {wait.args[0]: [wait.args[0]] for wait in waits if wait not in away}
+    back = {start_of(wait): [start_of(wait)] for wait in waits if wait not in away}
     _start_early(graph, back, costs, limit, is_queue=True)
 
 
@@ -106,7 +107,7 @@ def _let_go_late(graph: fx.Graph, away: Mapping[Node, list[Node]], costs: Costs,
                 if wait in waiting:
                     finish(wait)
             perform([node])
-        for wait in [wait for wait in waiting if lanes.done_at[wait.args[0]] <= lanes.now]:
+        for wait in [wait for wait in waiting if lanes.done_at[start_of(wait)] <= lanes.now]:
             finish(wait)
     return order
 
@@ -170,7 +171,7 @@ def _wait_for_writes(graph: fx.Graph, memory: int) -> list[Node]:
                 del writing[start]
             writing[node] = size
         elif is_call(node, ops.arrive):
-            writing.pop(node.args[0], None)
+            writing.pop(start_of(node), None)
         order.setdefault(node)
     return list(order)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from fzero.base.errors import FzeroError
 from fzero.passes.order import find_dependences, find_mutable, find_origins, list_uses, reorder, sink_gathers
+from fzero.program.arguments import bucket_of
 from fzero.program.operation import Node
 from fzero.program.plan import check_stage
 from fzero.program.program import Program
@@ -54,11 +55,11 @@ def _regather(program: Program, keep: Collection[str]) -> None:
     origin = find_origins(program.graph, "gathered")
     spans: dict[Node, dict[int, list[Node]]] = {}
     for user, runs in list_uses(program, origin):
-        for bucket, run in runs.items():
-            spans.setdefault(bucket, {}).setdefault(run, []).append(user)
-    for bucket, of_runs in spans.items():
-        for users in list(of_runs.values())[1:] if bucket.args[1] not in keep else ():
-            _gather_again(program, bucket, users, origin)
+        for start, run in runs.items():
+            spans.setdefault(start, {}).setdefault(run, []).append(user)
+    for start, of_runs in spans.items():
+        for users in list(of_runs.values())[1:] if bucket_of(start) not in keep else ():
+            _gather_again(program, start, users, origin)
     sink_gathers(program.graph)
 
 

@@ -3,7 +3,6 @@ instead of keeping them."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from fzero.base.torch_private import OpOverload
 from fzero.base.torch_private_functions import HigherOrderOperator
 from fzero.passes.move_to_host import LEAST_BYTES, move_to_host
 from fzero.passes.order import erase_dead
+from fzero.program.arguments import call_of, item_of
 from fzero.program.operation import AGAIN, Node, values_of
 from fzero.program.program import Program
 from fzero.program.records import find_writes, record, storage
@@ -143,15 +143,16 @@ def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set
         if node.op != "call_function" or record(node).moves is not None or number in region.kept | region.moved:
             chosen.add(node)
             on_host.update([node] if number in region.moved else [])
-        elif node.target is operator.getitem:
-            chosen.update([node] if node.args[0] in chosen else [])
-            on_host.update([node] if node.args[0] in on_host else [])
-        elif _is_asked(target := node.args[1] if record(node).draws else record(node).stands_for or node.target):
-            args = values_of(node.args[2:] if record(node).draws else node.args)
-            where = node.stack_trace or node.name
-            fate = region.decide(node.name, where, target, args, values_of(node.kwargs), node.meta.get("val"))
-            chosen.update([node] if fate != "again" else [])
-            on_host.update([node] if fate == "host" else [])
+        elif (item := item_of(node)) is not None:
+            chosen.update([node] if item.source in chosen else [])
+            on_host.update([node] if item.source in on_host else [])
+        else:
+            target, args = call_of(node) if record(node).draws else (record(node).stands_for or node.target, node.args)
+            if _is_asked(target):
+                where, (args, kwargs) = node.stack_trace or node.name, values_of((args, node.kwargs))
+                fate = region.decide(node.name, where, target, args, kwargs, node.meta.get("val"))
+                chosen.update([node] if fate != "again" else [])
+                on_host.update([node] if fate == "host" else [])
     kept = {node for node in chosen if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor)}
     return kept, kept & on_host
 

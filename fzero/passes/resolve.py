@@ -12,6 +12,7 @@ from fzero.base.torch_private import schema_of
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
+from fzero.program.arguments import Reduction, operand_of
 from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, axes_of
 from fzero.program.operation import Node
@@ -58,8 +59,8 @@ def resolve(program: Program) -> Program:
     _copy_for_strides(program)
     for node in find_calls(program.graph, lambda known: known.target in (ops.beside, ops.all_reduce)):
         is_identity = is_call(node, ops.beside) or _is_needless_mean(program, node, kinds)
-        if is_identity and storage(node.args[0]) not in changed:  # else it is a copy of what lies there by then
-            program.substitute(node, node.args[0])
+        if is_identity and storage(operand_of(node)) not in changed:  # else it is a copy of what lies there by then
+            program.substitute(node, operand_of(node))
     erase_dead(program.graph)
     return program
 
@@ -70,7 +71,7 @@ def _note_draws(program: Program, kinds: dict[Node, Kind]) -> None:
 
 
 def _check_model_axes(program: Program, kinds: dict[Node, Kind]) -> None:
-    for result, node in zip(program.tensor_results, program.output.args[0]):
+    for result, node in zip(program.tensor_results, program.returned):
         value, along = node.meta["val"], axes_of(program, kinds[node]).intersection(program.model_axes)
         if result.bucket is None and result.kind is None and not value.ndim and value.is_floating_point() and along:
             raise refuse_objective(f"result {result.path!r}", along, line_of(node))
@@ -101,10 +102,10 @@ def _copy_overwritten(program: Program) -> None:
     is_alone = program.mesh.size() == 1
     for node in reversed(list(program.graph.nodes)):
         if is_call(node, ops.gather, ops.scatter) and written_later.intersection(
-            map(storage, (node.args[0], node) if is_alone else (node.args[0],))
+            map(storage, (operand_of(node), node) if is_alone else (operand_of(node),))
         ):
             with program.graph.inserting_before(node):
-                node.replace_input_with(node.args[0], program.emit(torch.ops.aten.clone.default, node.args[0]))
+                node.replace_input_with(operand_of(node), program.emit(torch.ops.aten.clone.default, operand_of(node)))
         written_later.update(storage(written) for written in find_writes(node))
 
 
@@ -122,7 +123,7 @@ def _copy_for_strides(program: Program) -> None:
         roots.setdefault(storage(node), node)
     given = dict(zip(program.placeholders, program.arguments))
     for node in strided:
-        owner = given.get(roots[storage(node.args[0])])
+        owner = given.get(roots[storage(operand_of(node))])
         if owner is not None and owner.bucket is None and _find_storage_offset(node) is not None:
             raise FzeroError(
                 node.stack_trace or f"argument {owner.path}",
@@ -131,7 +132,7 @@ def _copy_for_strides(program: Program) -> None:
                 "leave storage_offset out, or clone the batch first",
             )
     state = {node for node, argument in given.items() if argument.bucket is not None}
-    for root in {roots[storage(node.args[0])]: None for node in strided}:
+    for root in {roots[storage(operand_of(node))]: None for node in strided}:
         if root in state or (root.op == "call_function" and record(root).perform is not None):
             users = [user for user in root.users if user.op != "output"]
             with program.graph.inserting_after(root):
@@ -149,14 +150,15 @@ def _find_storage_offset(node: Node) -> Any:
 
 def _is_needless_mean(program: Program, node: Node, kinds: dict[Node, Kind]) -> bool:
     """Whether a node takes the mean, maximum or minimum of a value along axes along which the value is the same."""
-    if not is_call(node, ops.all_reduce) or node.args[1] == "sum":
+    if not is_call(node, ops.all_reduce):
         return False
-    return kinds[node.args[0]].isdisjoint(program.mesh.split(node.args[2]))
+    mean = Reduction(*node.args)
+    return mean.op != "sum" and kinds[mean.value].isdisjoint(program.mesh.split(mean.axis))
 
 
 def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
     """Replace each floating 0-d result that differs between ranks by its mean over the axes along which it differs."""
-    returned = list(program.output.args[0])
+    returned = list(program.returned)
     for position, result in enumerate(program.tensor_results):
         value = returned[position].meta["val"]
         if result.bucket is None and result.kind is None and value.ndim == 0 and value.is_floating_point():
@@ -170,7 +172,7 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
 
 def _note_axes(program: Program, kinds: dict[Node, Kind]) -> Program:
     """The program with the axes along which each result varies that has no kind of its own."""
-    nodes = iter(program.output.args[0])
+    nodes = iter(program.returned)
 
     def note(result: Any) -> Any:
         if result.is_constant:

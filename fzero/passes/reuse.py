@@ -9,6 +9,7 @@ import torch
 from fzero.passes.order import find_changes
 from fzero.passes.owners import MemoryOwners
 from fzero.program import ops
+from fzero.program.arguments import operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import is_call, storage
@@ -34,9 +35,10 @@ def reuse(program: Program) -> Program:
             continue
         gradient = _find_gradient(softmax)
         if gradient is not None and owners.dies_at(softmax, gradient):
-            backward = gradient.args[0]
+            backward = operand_of(gradient)
             if changed.isdisjoint(map(storage, backward.all_input_nodes)):
-                _overwrite(program, owners, gradient, ops.nll_gradient_, softmax, backward.args[0], *backward.args[2:])
+                cotangent, _, *of_loss = backward.args
+                _overwrite(program, owners, gradient, ops.nll_gradient_, softmax, cotangent, *of_loss)
                 program.graph.erase_node(backward)
         is_own = owners.owner[logits] not in fixed and storage(logits) not in changed
         if is_own and owners.dies_at(logits, softmax):
@@ -53,9 +55,11 @@ def _is_matrix(node: Node) -> bool:
 def _find_gradient(softmax: Node) -> Node | None:
     """The gradient of `nll_loss` by the logits, where that is all that the gradient by a log-softmax is made of."""
     for gradient in softmax.users:
-        if is_call(gradient, _aten._log_softmax_backward_data.default) and gradient.args[1] is softmax:
-            backward, _, dim, dtype = gradient.args
-            is_of_loss = is_call(backward, _aten.nll_loss_backward.default) and backward.args[1] is softmax
+        if is_call(gradient, _aten._log_softmax_backward_data.default):
+            backward, output, dim, dtype = gradient.args
+            of_loss = backward.args if is_call(backward, _aten.nll_loss_backward.default) else (None, None)
+            _, of_softmax, *_ = of_loss
+            is_of_loss = output is softmax and of_softmax is softmax
             if is_of_loss and len(backward.users) == 1 and dim in (1, -1) and dtype == softmax.meta["val"].dtype:
                 return gradient
     return None

@@ -14,6 +14,7 @@ from fzero.base.placement import Host
 from fzero.passes.order import find_changes, is_cast
 from fzero.passes.rematerialize import recompute
 from fzero.program import ops
+from fzero.program.arguments import item_of, operand_of, position_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
@@ -76,7 +77,7 @@ def _find_members(graph: fx.Graph, turn: Turn) -> list[Node]:
 
 def _find_marks(graph: fx.Graph, turn: Turn, targets: Sequence[Any]) -> list[Node]:
     marks = (node for node in graph.nodes if is_call(node, *targets))
-    return [node for node in marks if node.args[1] == turn.number]
+    return [node for node in marks if loops.number_of(node) == turn.number]
 
 
 def _pass_by(program: Program, turn: Turn, changed: Collection[Any]) -> None:
@@ -84,8 +85,9 @@ def _pass_by(program: Program, turn: Turn, changed: Collection[Any]) -> None:
     the backward pass of the turn keeps no list of it. Leave leaves in `changed` memory alone."""
     carries, lasts = (_find_marks(program.graph, turn, [target]) for target in (loops.carry, loops.last))
     for end, carry in zip(lasts, carries):
-        if end.args[0] is carry and storage(carry.args[0]) not in changed:
-            program.substitute_all({end: carry.args[0], carry: carry.args[0]})
+        first = operand_of(carry)
+        if operand_of(end) is carry and storage(first) not in changed:
+            program.substitute_all({end: first, carry: first})
 
 
 # casts of the leaves of layers and of their gradients
@@ -104,22 +106,23 @@ def _sink_casts(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
         return made
 
     for pick in _find_marks(program.graph, turn, [loops.pick]):
-        casts = pick.args[0]
+        casts = operand_of(pick)
         if _are_casts(casts):
             with program.graph.inserting_before(pick):
-                item = program.emit(loops.pick, [each.args[0] for each in casts], turn.number)
+                item = program.emit(loops.pick, [operand_of(each) for each in casts], turn.number)
             kinds[item] = kinds[pick]  # that of all layers
             program.substitute(pick, cast(item, pick, casts[0]))
     for collect in _find_marks(program.graph, turn, [loops.collect]):
         casts = [user for item in collect.users for user in item.users]
-        if _are_casts(casts) and len({each.args[0] for each in casts}) == turn.length:
-            wide = cast(collect.args[0], collect, casts[0])
+        if _are_casts(casts) and len(set(map(operand_of, casts))) == turn.length:
+            x, *how = collect.args
+            wide = cast(x, collect, casts[0])
             with program.graph.inserting_before(collect):
-                made = program.emit(loops.collect, wide, *collect.args[1:])
+                made = program.emit(loops.collect, wide, *how)
             kinds[made] = kinds[collect]
             for item in list(collect.users):
                 with program.graph.inserting_before(item):
-                    new = program.emit(operator.getitem, made, item.args[1])
+                    new = program.emit(operator.getitem, made, position_of(item))
                 kinds[new] = kinds[item]
                 program.substitute_all({**dict.fromkeys(item.users, new), item: new})
             program.graph.erase_node(collect)
@@ -165,7 +168,7 @@ def _keep_residuals(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> No
                 made[node].meta = {**node.meta, "val": made[node].meta["val"]}
                 set_mark(made[node].meta, get_mark(members[0]))
             elif is_call(node, loops.row, loops.pick) and not is_changed(node):
-                made[node] = emit(node.target, node.args[0], turn.number)
+                made[node] = emit(node.target, operand_of(node), turn.number)
             else:
                 made[node] = emit(loops.pick, keep(node), turn.number)
             kinds[made[node]] = kinds[node]
@@ -199,10 +202,10 @@ def _is_view(node: Node, own: set[Node]) -> bool:
     of views one whose tensor the turn does not have to keep for it, a leaf or a value from outside."""
     if node.target is not operator.getitem:
         return True
-    base = node.args[0]
+    base = source = operand_of(node)
     while base in own and record(base).shares(base) and len(base.all_input_nodes) == 1 and not is_call(base, *_INS):
         (base,) = base.all_input_nodes
-    return base is not node.args[0] and (base not in own or _comes_from_leaf(base, own))
+    return base is not source and (base not in own or _comes_from_leaf(base, own))
 
 
 def _comes_from_leaf(node: Node, own: set[Node]) -> bool:
@@ -235,11 +238,11 @@ def _roll_turn(program: Program, turn: Turn, kinds: dict[Node, Kind]) -> None:
     lasts, stacks, lists = (_find_marks(program.graph, turn, [target]) for target in _OUTS)
     loops.check_users([*members, *carries, *rows, *picks], {*members, *lasts, *stacks, *lists})
     ends, own = [*lasts, *stacks, *lists], {*members, *carries, *rows, *picks}
-    used = [*(source for node in members for source in node.all_input_nodes), *(end.args[0] for end in ends)]
+    used = [*(source for node in members for source in node.all_input_nodes), *map(operand_of, ends)]
     constants = [node for node in dict.fromkeys(used) if node not in own]
     if ends:
         body = _make_body(program, [carries, rows, picks, constants], members, [lasts, stacks, lists], kinds)
-        carry, xs, items_of_turns = ([node.args[0] for node in nodes] for nodes in (carries, rows, picks))
+        carry, xs, items_of_turns = (list(map(operand_of, nodes)) for nodes in (carries, rows, picks))
         loop = loops.Loop(
             body, turn.length, carry, xs, items_of_turns, constants, turn.sync,
             is_reversed=turn.forward is not None, kept=len(lists), layers=turn.layers,
@@ -272,7 +275,7 @@ def _make_body(
             values[node] = graph.placeholder(f"{name}_{i}")
             values[node].meta["val"] = node.meta["val"]
             bucket, leaf = _find_leaf(kinds[node])
-            place = Host() if name == "list" and _is_on_host(node.args[0]) else None
+            place = Host() if name == "list" and _is_on_host(operand_of(node)) else None
             arguments.append(Argument(path, bucket, leaf, kind=kinds[node], place=place))
     for node in inner:
         values[node] = graph.node_copy(node, values.__getitem__)
@@ -282,12 +285,12 @@ def _make_body(
     body = replace(program.begin_body(graph), arguments=tuple(arguments))
     for name, nodes in zip(("carry", "y", "list"), ends):
         for i, end in enumerate(nodes):
-            node = values[end.args[0]]
+            node = values[operand_of(end)]
             if storage(node) in taken or _is_part(node):
                 node = body.emit(torch.ops.aten.clone.default, node)
             taken.add(storage(node))
             returned.append(node)
-            kind = arguments[i].kind if name == "carry" else kinds[end.args[0]]
+            kind = arguments[i].kind if name == "carry" else kinds[operand_of(end)]
             bucket, leaf = _find_leaf(kind)
             place = Host() if name == "list" and _is_on_host(end) else None
             results.append(Result(f"{name}.{i}", bucket, leaf, kind=kind, place=place))
@@ -303,9 +306,10 @@ def _is_part(node: Node) -> bool:
 
 def _find_source(node: Node) -> Node:
     """The node in front of the trace's first operation on a value: for a leaf of layers that of the first layer."""
-    source = node.args[0][0] if is_call(node, loops.pick) and isinstance(node.args[0], (list, tuple)) else node
+    rows = operand_of(node) if is_call(node, loops.pick) else None
+    source: Node = rows[0] if isinstance(rows, (list, tuple)) else node
     while is_call(source, torch.ops.aten._to_copy.default):
-        source = source.args[0]
+        source = operand_of(source)
     return source
 
 
@@ -314,10 +318,11 @@ def _is_on_host(rows: Any) -> bool:
     if not isinstance(rows, fx.Node):
         return False
     if is_call(rows, loops.collect):
-        start = copy_of(rows.args[0])
+        start = copy_of(operand_of(rows))
         return start is not None and is_call(start, ops.to_host)
-    body = body_of(rows.args[0]) if is_call(rows, operator.getitem) else None
-    return body is not None and body.results[rows.args[1]].place is not None
+    item = item_of(rows)
+    body = None if item is None else body_of(item.source)
+    return item is not None and body is not None and body.results[item.position].place is not None
 
 
 def _own(inner: Sequence[Node]) -> set[Any]:

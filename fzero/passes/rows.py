@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.program.arguments import operand_of
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, name_of, record
 
@@ -52,10 +53,15 @@ def find_lookup(node: Node) -> Lookup | None:
     """The lookup that a node is, if it is one: `embedding`, `index_select`, or an index in brackets."""
     name = name_of(node)
     if name == "embedding":
-        return Lookup(*node.args[:2])
-    if name == "index_select" and node.args[1] == 0:
-        return Lookup(node.args[0], node.args[2])
-    return Lookup(node.args[0], node.args[1][0], wraps=True) if name == "index" and _has_one_index(node) else None
+        table, indices, *_ = node.args
+        return Lookup(table, indices)
+    if name == "index_select":
+        table, dim, indices = node.args
+        return Lookup(table, indices) if dim == 0 else None
+    if name == "index" and _has_one_index(node):
+        table, (indices,) = node.args
+        return Lookup(table, indices, wraps=True)
+    return None
 
 
 def find_lookup_gradient(node: Node) -> Lookup | None:
@@ -66,17 +72,19 @@ def find_lookup_gradient(node: Node) -> Lookup | None:
         return Lookup(given, indices, False, padding, by_count)
     if name not in ("index_add", "index_put") or node.kwargs or node.meta["val"].ndim != 2:
         return None
-    if not isinstance(node.args[0], fx.Node) or name_of(node.args[0]) != "new_zeros":
+    total, *others = node.args
+    if not isinstance(total, fx.Node) or name_of(total) != "new_zeros":
         return None
     if name == "index_add":
-        return Lookup(node.args[3], node.args[2]) if node.args[1] == 0 else None
-    adds_up = len(node.args) > 3 and node.args[3]
-    return Lookup(node.args[2], node.args[1][0], wraps=True) if adds_up and _has_one_index(node) else None
+        dim, indices, given = others
+        return Lookup(given, indices) if dim == 0 else None
+    indices, given, *adds_up = others
+    return Lookup(given, indices[0], wraps=True) if any(adds_up) and _has_one_index(node) else None
 
 
 def _has_one_index(node: Node) -> bool:
     """Whether a node is given the numbers of rows, and nothing else to choose elements by."""
-    indices = node.args[1]
+    _, indices, *_ = node.args
     return len(indices) == 1 and indices[0] is not None and indices[0].meta["val"].dtype in (torch.int32, torch.int64)
 
 
@@ -86,7 +94,7 @@ def find_dims(node: Node, dim: int, rows: int) -> Dims | None:
     if name in _PRODUCTS:
         return _PRODUCTS[name][dim]
     if name == "addmm":
-        return None if node.kwargs else (_align(node, node.args[0], dim, rows), *_PRODUCTS["mm"][dim])
+        return None if node.kwargs else (_align(node, operand_of(node), dim, rows), *_PRODUCTS["mm"][dim])
     if find_lookup_gradient(node) is not None:
         return (None, None) if dim == 0 else None
     if name in _REDUCTIONS:
@@ -105,7 +113,7 @@ def list_reduction_dims(node: Node) -> list[int]:
     position = _REDUCTIONS.get(name_of(node))
     if position is None:
         return []
-    ndim, given = node.args[0].meta["val"].ndim, node.args[position] if position < len(node.args) else None
+    ndim, given = operand_of(node).meta["val"].ndim, node.args[position] if position < len(node.args) else None
     return sorted({each % ndim for each in ([given] if isinstance(given, int) else given or range(ndim))})
 
 
@@ -142,9 +150,9 @@ def keeps_zeros(node: Node, inner: Mapping[Node, int]) -> bool:
     """Whether a value has rows of zeros where the leaf has, because `inner` nodes only cast it or reshape it."""
     names = _SAME | _RESHAPES | {"t", "transpose", "permute", "expand"}
     while is_carrier(node) and node in inner:
-        if name_of(node) not in names or node.args[0].meta["val"].numel() < node.meta["val"].numel():
+        if name_of(node) not in names or operand_of(node).meta["val"].numel() < node.meta["val"].numel():
             return False
-        node = node.args[0]
+        node = operand_of(node)
     return True
 
 
@@ -164,15 +172,16 @@ def _find_dims_of_carrier(node: Node, dim: int, rows: int) -> Dims | None:
     if name in ("transpose", "permute"):
         order = list(range(value.ndim))
         if name == "transpose":
-            a, b = node.args[1:3]
+            _, a, b = node.args
             order[a], order[b] = order[b], order[a]
         else:
-            order = [each % value.ndim for each in node.args[1]]
+            _, dims = node.args
+            order = [each % value.ndim for each in dims]
         return (order[dim], *[None] * (len(node.args) - 1))
     if name == "squeeze" and len(node.args) == 1:
         return None  # it drops the dimensions of size 1, which other rows may be
     if name in _RESHAPES:
-        given = node.args[0].meta["val"].shape
+        given = operand_of(node).meta["val"].shape
         before = math.prod(value.shape[:dim])
         at = next((i for i, n in enumerate(given) if n == rows and math.prod(given[:i]) == before), None)
         return None if at is None else (at, *[None] * (len(node.args) - 1))
@@ -190,7 +199,7 @@ def _align(node: Node, given: Any, dim: int, rows: int) -> int | None:
 
 def _find_dims_of_reduction(node: Node, dim: int) -> Dims | None:
     """What a reduction of some dimensions needs for rows along a dimension that it keeps."""
-    reduced, ndim = list_reduction_dims(node), node.args[0].meta["val"].ndim
+    reduced, ndim = list_reduction_dims(node), operand_of(node).meta["val"].ndim
     kept = [i for i in range(ndim) if i not in reduced or node.meta["val"].ndim == ndim]
     at = kept[dim]
     return None if at in reduced else (at, *[None] * (len(node.args) - 1))

@@ -4,7 +4,6 @@ stream pass."""
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import fx
 
 from fzero.passes.order import erase_dead
 from fzero.program import ops
+from fzero.program.arguments import Item, LeafMove, item_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Kind
 from fzero.program.operation import Node
@@ -38,14 +38,16 @@ def sink(program: Program, keys: Collection[Key]) -> Program:
     kinds = infer(program)
     slices = dict[Key, Node]()
     for node in _list_moves(program, ops.gather, keys):
-        slices[node.args[1], node.args[2]] = node.args[0]
+        move = LeafMove(*node.args)
+        slices[move.key] = move.value
         for loop in [user for user in node.users if is_tiles(user)]:
             _gather_within(program, loop, node, kinds)
     for node in _list_moves(program, ops.scatter, keys):
-        item = node.args[0]
-        is_own = is_call(item, operator.getitem) and is_tiles(item.args[0]) and len(item.users) == 1
-        if is_own and _list_addends(*item.args):
-            _scatter_within(program, node, slices[node.args[1], node.args[2]], kinds[node])
+        move = LeafMove(*node.args)
+        item = item_of(move.value)
+        is_own = item is not None and is_tiles(item.source) and len(move.value.users) == 1
+        if item is not None and is_own and _list_addends(*item):
+            _scatter_within(program, node, slices[move.key], kinds[node])
     erase_dead(program.graph)
     return program
 
@@ -53,17 +55,14 @@ def sink(program: Program, keys: Collection[Key]) -> Program:
 def list_leaves_in_front(program: Program) -> set[Key]:
     """The leaves that are gathered in front of loops of `fzero.tiled`."""
     gathers = program.graph.find_nodes(op="call_function", target=ops.gather)
-    return {(node.args[1], node.args[2]) for node in gathers if any(map(is_tiles, node.users))}
+    return {LeafMove(*node.args).key for node in gathers if any(map(is_tiles, node.users))}
 
 
 def list_leaves_within(program: Program) -> set[Key]:
     """The leaves that the bodies of loops of `fzero.tiled` gather whole, or whose whole gradients they scatter."""
     graphs = [Loop(*node.args).body.graph for node in program.graph.nodes if is_tiles(node)]
     return {
-        (node.args[1], node.args[2])
-        for graph in graphs
-        for node in graph.nodes
-        if is_call(node, ops.gather, ops.scatter)
+        LeafMove(*node.args).key for graph in graphs for node in graph.nodes if is_call(node, ops.gather, ops.scatter)
     }
 
 
@@ -74,19 +73,19 @@ def is_tiles(node: Node) -> bool:
 
 def _list_moves(program: Program, target: Any, keys: Collection[Key]) -> Iterator[Node]:
     found = program.graph.find_nodes(op="call_function", target=target)
-    return (node for node in found if (node.args[1], node.args[2]) in keys)
+    return (node for node in found if LeafMove(*node.args).key in keys)
 
 
 def _gather_within(program: Program, node: Node, gather: Node, kinds: Mapping[Node, Kind]) -> None:
     """Give a loop the slice of a leaf in the place of the gathered leaf among its constants."""
-    loop, source = Loop(*node.args), gather.args[0]
+    loop, (source, *leaf) = Loop(*node.args), gather.args
     body, constants = loop.body.copy(), list(loop.constants)
     arguments, first = list(body.arguments), len(body.arguments) - len(constants)
     for i, x in enumerate(constants):
         if x is gather:
             given = body.placeholders[first + i]
             with body.graph.inserting_after(body.placeholders[-1]):
-                inside = body.emit_as(given.meta["val"], ops.gather, given, *gather.args[1:])
+                inside = body.emit_as(given.meta["val"], ops.gather, given, *leaf)
             inside.stack_trace = gather.stack_trace
             given.replace_all_uses_with(inside, delete_user_cb=lambda user, own=inside: user is not own)
             given.meta["val"] = source.meta["val"]
@@ -99,7 +98,7 @@ def _gather_within(program: Program, node: Node, gather: Node, kinds: Mapping[No
 def _list_addends(loop: Node, at: int) -> list[Node]:
     """The gradients that a turn of a loop adds to a carry, none where it does something else with the carry."""
     body, count = Loop(*loop.args).body, len(Loop(*loop.args).carry)
-    return _follow_sum(body.output.args[0][at], body.placeholders[at]) or [] if at < count else []
+    return _follow_sum(body.returned[at], body.placeholders[at]) or [] if at < count else []
 
 
 def _follow_sum(total: Any, carry: Node) -> list[Node] | None:
@@ -110,7 +109,7 @@ def _follow_sum(total: Any, carry: Node) -> list[Node] | None:
         return []
     if not is_call(total, _aten.add.Tensor) or total.kwargs.get("alpha", 1) != 1:
         return None
-    for old, new in (total.args, total.args[::-1]):
+    for old, new in (total.args, reversed(total.args)):
         found = _follow_sum(old, carry)
         if found is not None and isinstance(new, fx.Node) and _is_like(new, total):
             return [*found, new]
@@ -125,15 +124,16 @@ def _is_like(x: Node, y: Node) -> bool:
 def _scatter_within(program: Program, scatter: Node, like: Node, kind: Kind) -> None:
     """Let a loop carry the sum of a leaf's scattered gradients, in the place of the sum of the whole ones. `like` is a
     slice of the leaf."""
-    (node, at), how = scatter.args[0].args, scatter.args[1:]
+    total, *leaf = scatter.args
+    node, at = Item(*total.args)
     loop = Loop(*node.args)
     body, carry, before = loop.body.copy(), list(loop.carry), loop.carry[at]
     node.args = tuple(loop._replace(body=body))
-    returned, old = list(body.output.args[0]), body.placeholders[at]
+    returned, old = list(body.returned), body.placeholders[at]
     addends = _list_addends(node, at)
     with body.graph.inserting_before(max(addends).next):
         full = functools.reduce(functools.partial(body.emit, _aten.add.Tensor), addends)
-        scattered = body.emit(ops.scatter, full, *how, **scatter.kwargs)
+        scattered = body.emit(ops.scatter, full, *leaf, **scatter.kwargs)
         scattered.stack_trace = scatter.stack_trace
         value = scattered.meta["val"]
         with body.fake_mode:
@@ -145,10 +145,10 @@ def _scatter_within(program: Program, scatter: Node, like: Node, kind: Kind) -> 
         if is_call(before, _aten.zeros.default):
             carry[at] = program.emit(_aten.zeros_like.default, like, dtype=value.dtype)
         else:
-            carry[at] = program.emit(ops.scatter, before, *how, **scatter.kwargs)
+            carry[at] = program.emit(ops.scatter, before, *leaf, **scatter.kwargs)
     arguments, results = list(body.arguments), list(body.results)
     arguments[at], results[at] = Argument(f"carry.{at}", kind=kind), Result(f"carry.{at}", kind=kind)
     body = replace(body, arguments=tuple(arguments), results=tuple(results))
     node.args = tuple(loop._replace(body=body, carry=carry))
     program.refresh_with([node])
-    program.substitute(scatter, scatter.args[0])
+    program.substitute(scatter, total)

@@ -16,6 +16,7 @@ import torch
 
 from fzero.optim import list_ops  # noqa: F401  defines the operations below
 from fzero.passes.order import drop_dead_rows, find_changes, restore_order
+from fzero.program.arguments import item_of, items_of, operand_of, position_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import alias_of, find_writes, is_call, record, storage
@@ -39,10 +40,10 @@ def defer(program: Program) -> Program:
         steps, mask, value = fill.args
         sums, mask = _find_sums(fill), _find_condition(mask)
         if is_call(mask, *_NOT) and str(value) == "-0.0" and sums is not None:
-            items = {item: steps[item.args[1]] for item in fill.users}
+            items = {item: steps[position_of(item)] for item in fill.users}
             for add in sums:
                 if not _has_changes(changed, fill, add, mask):
-                    _defer(program, add, items, mask.args[0])
+                    _defer(program, add, items, operand_of(mask))
     restore_order(program.graph)
     return program
 
@@ -63,21 +64,21 @@ def _find_sums(fill: Node) -> list[Node] | None:
     """The additions of the items of `fill` to parameters; None where an item has another use."""
     uses = [(item, user) for item in fill.users for user in item.users]
     for item, user in uses:
-        if not is_call(user, _ADD) or user.kwargs or item in user.args[0] or len(item.users) > 1:
+        if not is_call(user, _ADD) or user.kwargs or item in operand_of(user) or len(item.users) > 1:
             return None
     return list(dict.fromkeys(user for _, user in uses))
 
 
 def _defer(program: Program, add: Node, steps: dict[Node, Node], condition: Node) -> None:
     """Let `add` add the steps, which are the values of its keys before the choice, and choose behind it."""
-    totals = {item.args[1]: item for item in add.users}
-    rows = [i for i, step in enumerate(add.args[1]) if step in steps and i in totals]
-    if not rows or any(add.args[0][i].meta["val"].dtype != totals[i].meta["val"].dtype for i in rows):
+    (olds, added), totals = add.args, items_of(add)
+    rows = [i for i, step in enumerate(added) if step in steps and i in totals]
+    if not rows or any(olds[i].meta["val"].dtype != totals[i].meta["val"].dtype for i in rows):
         return
     with program.graph.inserting_before(max(totals.values()).next):
-        chosen = program.emit(_CHOOSE, [add.args[0][i] for i in rows], condition, [totals[i] for i in rows])
+        chosen = program.emit(_CHOOSE, [olds[i] for i in rows], condition, [totals[i] for i in rows])
         news = {totals[i]: program.emit(operator.getitem, chosen, at) for at, i in enumerate(rows)}
-    add.args = (add.args[0], [steps.get(step, step) for step in add.args[1]])
+    add.args = (olds, [steps.get(step, step) for step in added])
     for total, new in news.items():
         total.replace_all_uses_with(new, delete_user_cb=lambda user: user is not chosen)
 
@@ -105,7 +106,7 @@ def skip(program: Program) -> Program:
 def _skip(program: Program, call: Node, changed: set[Any]) -> None:
     """Give `call` the condition of the choices behind all of its results."""
     results = {
-        item: call.args[record(call).replaces[column.args[1]]][item.args[1]]
+        item: call.args[record(call).replaces[position_of(column)]][position_of(item)]
         for column in call.users
         for item in column.users
     }
@@ -113,7 +114,7 @@ def _skip(program: Program, call: Node, changed: set[Any]) -> None:
     if not all(is_call(choice, _CHOOSE) for choice in choices) or _has_changes(changed, call, *choices):
         return
     chosen = {new: row for choice in choices for new, row in _list_rows(choice).items()}
-    conditions = {_find_condition(choice.args[1]) for choice in choices}
+    conditions = {_find_condition(condition) for _, condition, _ in (choice.args for choice in choices)}
     is_whole = all(item in chosen and chosen[item][0] is operand for item, operand in results.items())
     if len(conditions) == 1 and is_whole and all(len(item.users) == 1 for item in results):
         call.kwargs = {"where": conditions.pop()}
@@ -124,7 +125,7 @@ def _list_rows(choice: Node) -> dict[Node, tuple[Node, Node]]:
     """New tensor -> the old tensor and what is chosen of the two, where that has one node."""
     items: dict[int, list[Node]] = {}
     for item in choice.users:
-        items.setdefault(item.args[1], []).append(item)
+        items.setdefault(position_of(item), []).append(item)
     old, _, new = choice.args
     return {new[i]: (old[i], chosen[0]) for i, chosen in items.items() if len(chosen) == 1}
 
@@ -132,16 +133,18 @@ def _list_rows(choice: Node) -> dict[Node, tuple[Node, Node]]:
 def _take_back(program: Program, choice: Node, changed: set[Any]) -> None:
     """The inverse of `_defer`, where a choice is one behind an addition."""
     olds, condition, news = choice.args
-    adds = {new.args[0] for new in news if is_call(new, operator.getitem)}
+    items = [item for item in map(item_of, news) if item is not None]
+    adds = {item.source for item in items}
     add = adds.pop() if len(adds) == 1 else None
     if add is None or not is_call(add, _ADD) or add.kwargs or _has_changes(changed, add, choice):
         return
-    rows = [new.args[1] for new in news if is_call(new, operator.getitem) and len(new.users) == 1]
-    if len(rows) < len(news) or any(add.args[0][row] is not old for row, old in zip(rows, olds)):
+    (given, added), rows = add.args, [item.position for item in items]
+    is_whole = len(rows) == len(news) and all(len(new.users) == 1 for new in news)
+    if not is_whole or any(given[row] is not old for row, old in zip(rows, olds)):
         return
     with program.graph.inserting_before(add):
         mask = program.emit(_NOT[0], condition)
-        fill = program.emit(_FILL, [add.args[1][row] for row in rows], mask, -0.0)
+        fill = program.emit(_FILL, [added[row] for row in rows], mask, -0.0)
         steps = {row: program.emit(operator.getitem, fill, at) for at, row in enumerate(rows)}
-    add.args = (add.args[0], [steps.get(row, step) for row, step in enumerate(add.args[1])])
-    program.substitute_all({item: news[item.args[1]] for item in choice.users})
+    add.args = (given, [steps.get(row, step) for row, step in enumerate(added)])
+    program.substitute_all({item: news[position_of(item)] for item in choice.users})

@@ -20,6 +20,7 @@ from fzero.passes.rows import find_dims, find_lookup, find_sum_dims, follow_rows
 from fzero.passes.sink import list_leaves_in_front, list_leaves_within, sink
 from fzero.passes.streamed_loops import Use, emit_loop, list_inputs
 from fzero.program import ops
+from fzero.program.arguments import LeafMove
 from fzero.program.inference import infer
 from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
@@ -140,7 +141,7 @@ def _find_large(program: Program, chunk: int) -> list[_Leaf]:
     moves: dict[Key, dict[Any, list[Node]]] = {}
     for node in program.graph.nodes:
         if is_call(node, ops.gather, ops.scatter):
-            moves.setdefault((node.args[1], node.args[2]), {}).setdefault(node.target, []).append(node)
+            moves.setdefault(LeafMove(*node.args).key, {}).setdefault(node.target, []).append(node)
     found = []
     for key, nodes in moves.items():
         gathers, scatters = nodes.get(ops.gather, []), nodes.get(ops.scatter, [])
@@ -162,7 +163,8 @@ def _remark_on_owners(program: Program, chunk: int) -> list[str]:
     """The remarks on leaves of more than `chunk` bytes that an update brings together on one rank, as Muon does."""
     remarks = []
     for node in program.graph.find_nodes(op="call_function", target=ops.to_owners):
-        for bucket, index in zip(*node.args[1:3]):
+        _, buckets, leaves, *_ = node.args
+        for bucket, index in zip(buckets, leaves):
             layout, itemsize = program.layouts[bucket], node.meta["val"].element_size()
             leaf = _Leaf((bucket, index), [], [], itemsize, layout.leaves[index].numel)
             if itemsize * leaf.numel > chunk and not layout.replicated:
@@ -282,7 +284,7 @@ def _check_chunk(layout: Layout, leaf: _Leaf, chunk: int) -> None:
 
 def _list_gradients(leaf: _Leaf) -> set[Node]:
     """The nodes of the leaf's size that give its gradients, from products on."""
-    found, waiting = set[Node](), [node.args[0] for node in leaf.scatters]
+    found, waiting = set[Node](), [LeafMove(*node.args).value for node in leaf.scatters]
     for node in waiting:
         if node.op == "call_function" and node.meta["val"].numel() >= leaf.numel:
             found.add(node)
@@ -362,7 +364,7 @@ def _follow_scatters(leaf: _Leaf, rows: int, inner: dict[Node, int], uses: list[
     """Add the nodes that compute gradients of a leaf, of its size, to `inner`, and the scatters to `uses`. Returns a
     node that computes a gradient in another way, or that uses one for something else, if there is one."""
     gathered, numel = set(inner), leaf.numel
-    waiting = [(node.args[0], 0) for node in leaf.scatters]
+    waiting = [(LeafMove(*node.args).value, 0) for node in leaf.scatters]
     for node, dim in waiting:
         if node in inner:
             if inner[node] != dim:

@@ -31,6 +31,7 @@ from fzero.passes.rows import (
     resize,
 )
 from fzero.program import ops
+from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import AGAIN, Node
 from fzero.program.ops.loops import Loop
@@ -145,7 +146,7 @@ class _Emitter:
         if use.how == "rows":
             return self._compute(node, use.dims, use.dim)
         if use.how == "scatter":
-            full, chunk = node.args[0], self.plan.layout
+            full, chunk = LeafMove(*node.args).value, self.plan.layout
             return self.body.emit(ops.scatter, self._rows(full, 0), chunk.bucket, 0, chunk.shard, **node.kwargs)
         if use.how == "reduce":
             return self._add_rows(node)
@@ -165,12 +166,12 @@ class _Emitter:
         if use.how == "rows":
             return self._join_rows(item, use)
         if use.how == "scatter":
-            _, bucket, leaf, numel = node.args
-            return emit(ops.join, item, bucket, leaf, self.plan.layout.bucket, numel)
+            whole = LeafMove(*node.args)
+            return emit(ops.join, item, *whole.key, self.plan.layout.bucket, whole.size)
         if name_of(node) == "addmm":
-            item = emit(_aten.add.Tensor, item, node.args[0])
+            item = emit(_aten.add.Tensor, item, operand_of(node))
         if name_of(node) == "mean":
-            item = emit(_aten.div.Scalar, item, node.args[0].meta["val"].numel() / max(node.meta["val"].numel(), 1))
+            item = emit(_aten.div.Scalar, item, operand_of(node).meta["val"].numel() / max(node.meta["val"].numel(), 1))
         dtype = node.meta["val"].dtype
         return item if item.meta["val"].dtype == dtype else emit(_aten._to_copy.default, item, dtype=dtype)
 
@@ -189,7 +190,7 @@ class _Emitter:
 
     def _add_rows(self, node: Node) -> Node:
         """The sum so far, to which a turn adds the sum of its rows, in place; or the logarithm of a sum."""
-        source = node.args[0]
+        source = operand_of(node)
         wide = accumulator(node.meta["val"].dtype)
         keeps = node.meta["val"].ndim == source.meta["val"].ndim
         if name_of(node) == "logsumexp":
@@ -316,9 +317,9 @@ class _Emitter:
 
     def _gather(self, node: Node) -> Node:
         """The gathered chunk of a leaf. A slice that is cast to be gathered is cast in the turn."""
-        source, bucket, leaf, _ = node.args
+        source, bucket, leaf, _ = LeafMove(*node.args)
         cast = source if is_cast(source) else None
-        source = source if cast is None else cast.args[0]
+        source = source if cast is None else operand_of(cast)
         chunk, shard = self.plan.layout.bucket, self.plan.layout.shard
         if source not in self.given["lists"]:
             outer = self.program.emit(ops.cut, source, bucket, leaf, chunk, self.plan.turns, shard)

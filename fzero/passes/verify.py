@@ -8,6 +8,7 @@ from dataclasses import replace
 from fzero.base.errors import FzeroError
 from fzero.passes.order import find_origins, list_uses
 from fzero.program import ops
+from fzero.program.arguments import bucket_of, start_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, Slice, axes_of, kind_of_state
 from fzero.program.operation import Node
@@ -59,7 +60,7 @@ def verify(
 
 def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
     """Refuse a state result that has not the kind of its leaf, and a result that is a buffer with padding."""
-    returned = program.output.args[0]
+    returned = program.returned
     if len(returned) != len(program.tensor_results):
         problem = f"returns {len(returned)} tensors for {len(program.tensor_results)} results"
         raise FzeroError(program.name, problem, PASS_BUG)
@@ -83,7 +84,7 @@ def check_results(program: Program, kinds: dict[Node, Kind]) -> None:
 
 def _check_axes(program: Program, kinds: dict[Node, Kind]) -> None:
     """Refuse a result that is no state, and differs along axes that its record does not name."""
-    for result, node in zip(program.tensor_results, program.output.args[0]):
+    for result, node in zip(program.tensor_results, program.returned):
         if result.varies is not None and (axes := axes_of(program, kinds[node]) - result.varies):
             problem = f"is the same along {sorted(axes)} in the step that was traced, and differs in {node.name}"
             raise FzeroError(f"result {result.path!r}", problem + line_of(node), advise_mean(program, axes))
@@ -105,7 +106,7 @@ def check_writes(program: Program) -> None:
         elif starts(node):
             sending[node] = {storage(source) for source in node.all_input_nodes}
         elif node.op == "call_function" and record(node).waits:
-            del sending[node.args[0]]
+            del sending[start_of(node)]
         elif node.op == "get_attr":
             given[storage(node)] = "a tensor that the step captured"
         _check_writes_of(program, node, given, sending)
@@ -148,7 +149,7 @@ def _check_collectives(program: Program) -> None:
         if starts(node):
             waits = [user for user in node.users if user.op == "call_function" and record(user).waits]
             if len(waits) != 1:
-                problem = f"of {node.args[1]!r} is waited for {len(waits)} times"
+                problem = f"of {bucket_of(node)!r} is waited for {len(waits)} times"
                 raise refuse_node(program, node, problem, "wait for a collective once")
 
 
@@ -158,9 +159,9 @@ def _check_releases(program: Program, keep: Collection[str]) -> None:
     last: dict[Node, tuple[int, Node]] = {}
     for node, runs in list_uses(program, find_origins(program.graph, "gathered")):
         for start, run in runs.items():
-            if start in last and last[start][0] != run and start.args[1] not in keep:
+            if start in last and last[start][0] != run and bucket_of(start) not in keep:
                 raise refuse_node(
-                    program, start, f"of {start.args[1]!r} is kept from {last[start][1].name} to {node.name}",
+                    program, start, f"of {bucket_of(start)!r} is kept from {last[start][1].name} to {node.name}",
                     "at stage 3 release a bucket when another layer is used, and gather it again",
                 )  # fmt: skip
             last[start] = (run, node)

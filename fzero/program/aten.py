@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fzero.base.torch_private import overload_name, schema_of
+from fzero.program.arguments import Item, operand_of
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, no_operands, values_of
 
@@ -282,7 +283,7 @@ def infer(walk: Walk, node: Node) -> Kind:
             return kind  # what lies in the memory counts where it is read
     if name in _LOCAL_SIZE and any(isinstance(walk.of(x), Slice) for x in given):
         raise walk.refuse(node, f"{name} divides by the size of a slice", "sum, and divide by the leaf's numel")
-    if name in _OF_SOME and not operation.is_pointwise and _may_be_empty(walk, node.args[0]):
+    if name in _OF_SOME and not operation.is_pointwise and _may_be_empty(walk, operand_of(node)):
         raise walk.refuse(node, f"{name} fails where a slice is empty", "join an element to it first")
     lost = operation.overwrites(node)
     return _infer_write(walk, node, lost) if lost else walk.join(node, given, operation.is_pointwise)
@@ -304,7 +305,7 @@ def _infer_write(walk: Walk, node: Node, lost: Sequence[Node]) -> Kind:
 def _infer_new(walk: Walk, node: Node) -> Kind:
     """The kind of a new tensor, which takes only shape and dtype from its operand."""
     name = walk.name_of(node)
-    like = walk.of(node.args[0]) if name.endswith("_like") else UNIFORM
+    like = walk.of(operand_of(node)) if name.endswith("_like") else UNIFORM
     if isinstance(like, Slice):
         return like
     if RAGGED in like:
@@ -341,7 +342,7 @@ def infer_lists(walk: Walk, node: Node) -> Kind:
 def infer_item(walk: Walk, node: Node) -> Kind:
     """The kind of an item of several results: the kind at its position, where each position has its own. Lists of
     results have one list of kinds for all of them, or one for each."""
-    source, index = node.args
+    source, index = Item(*node.args)
     kind = walk.of(source)
     if not isinstance(kind, list):
         return kind

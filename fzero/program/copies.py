@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from fzero.program.arguments import sources_of
 from fzero.program.memory import Allocator
 from fzero.program.records import body_of, record, turns_of
 
@@ -22,5 +23,5 @@ def count_copies(program: Program, rank: int = 0) -> Counter[str]:
             inside = count_copies(body, rank)
             total.update({name: turns_of(node) * nbytes for name, nbytes in inside.items()})
         elif node.op == "call_function" and record(node).to is not None:
-            total[record(node).name.rstrip("_")] += sum(int(allocator.bytes_of(x)) for x in node.args[0])
+            total[record(node).name.rstrip("_")] += sum(int(allocator.bytes_of(x)) for x in sources_of(node))
     return total

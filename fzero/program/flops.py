@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from fzero.program.arguments import item_of, name_in, operand_of
 from fzero.program.operation import AGAIN, Node
 from fzero.program.records import body_of, name_of, record, shares_memory, turns_of
 from fzero.program.work import work
@@ -66,7 +66,7 @@ def _find_leaves(program: Program) -> dict[Node, str]:
 
 def _find_gradients(program: Program) -> dict[Node, str]:
     """Node -> the bucket whose gradient it is, before or behind the sum over ranks."""
-    returned = zip(program.output.args[0], program.tensor_results)
+    returned = zip(program.returned, program.tensor_results)
     waiting = [(node, result.bucket) for node, result in returned if result.bucket is not None]
     for node in program.graph.nodes:
         bucket = _find_name(program, node)
@@ -77,9 +77,10 @@ def _find_gradients(program: Program) -> dict[Node, str]:
         if node in found:
             continue
         found[node] = bucket
-        source = node.args[0] if node.target is operator.getitem else None
-        if source is not None and record(source).moves is not None and isinstance(source.args[0], (list, tuple)):
-            waiting.append((source.args[0][node.args[1]], bucket))  # of a collective of several gradients
+        item = item_of(node)
+        moved = None if item is None or record(item.source).moves is None else operand_of(item.source)
+        if item is not None and isinstance(moved, (list, tuple)):
+            waiting.append((moved[item.position], bucket))  # of a collective of several gradients
         elif _keeps_elements(node):
             waiting.append((node.all_input_nodes[0], bucket))
     return found
@@ -87,8 +88,8 @@ def _find_gradients(program: Program) -> dict[Node, str]:
 
 def _find_name(program: Program, node: Node) -> str | None:
     """The bucket that an operation names, which moves the bucket's leaves."""
-    name = node.args[1] if node.op == "call_function" and len(node.args) > 1 else None
-    return name if isinstance(name, str) and name in program.layouts else None
+    name = name_in(node) if node.op == "call_function" else None
+    return name if name in program.layouts else None
 
 
 def _keeps_elements(node: Node) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.layout.layout import Layout
+from fzero.program.arguments import operand_of
 from fzero.program.coverage import Unset
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Kind, Slice, axes_of, kind_of_state
 from fzero.program.operation import Node, Operation
@@ -91,9 +92,10 @@ class Walk:
 
     def find_source_within(self, node: Node) -> Node | None:
         """The source of a copy that lies in the memory of the copy's target; None for any other node."""
-        source = node.args[1] if self.name_of(node) == "copy_" else None
-        is_within = isinstance(source, fx.Node) and storage(source) == storage(node.args[0])
-        return source if is_within else None
+        if self.name_of(node) != "copy_":
+            return None
+        target, source, *_ = node.args
+        return source if isinstance(source, fx.Node) and storage(source) == storage(target) else None
 
     def leave_unset(self, node: Node) -> None:
         """Note that a node makes a tensor whose elements are whatever is in the memory, until nodes set them."""
@@ -256,7 +258,7 @@ class Walk:
     def expect_uniform(self, node: Node, use: Node | None = None, but: Sequence[str] = ()) -> None:
         """Refuse a first operand that differs between ranks, `but` along some axes, or those of `own`. `use` is the
         node of the user's code that a `take` or `beside` prepares the operand for."""
-        kind = self.of(node.args[0])
+        kind = self.of(operand_of(node))
         if not isinstance(kind, frozenset):
             takes = f"takes {describe_kind(self.program, kind)} for a uniform value"
             raise self.refuse(node, takes, "gather it first")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
+from fzero.program.arguments import name_in
 from fzero.program.memory import Allocator, list_changes, representative_ranks, select_rank
 from fzero.program.operation import Node
 from fzero.program.records import body_of, name_of
@@ -135,5 +136,5 @@ def _describe(key: Any) -> str:
         return f"constant {node}"
     value = node.meta.get("val")
     shape = f" {list(value.shape)}" if isinstance(value, Tensor) else ""
-    bucket = f" of {node.args[1]}" if len(node.args) > 1 and isinstance(node.args[1], str) else ""
-    return f"{name_of(node)}{bucket}{shape}{line_of(node)}"
+    name = name_in(node)
+    return f"{name_of(node)}{'' if name is None else f' of {name}'}{shape}{line_of(node)}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.layout.layout import Layout
 from fzero.program.operation import Node
-from fzero.program.records import body_of, turns_of
+from fzero.program.records import body_of
 
 
 def format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:
@@ -20,7 +20,8 @@ def format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:
 def format_node(node: Node) -> str:
     if body_of(node) is None:
         return str(node.format_node())
-    return f"%{node.name} = {turns_of(node)} turns of a body with {node.args[2:]}"
+    _, turns, *given = node.args
+    return f"%{node.name} = {turns} turns of a body with {tuple(given)}"
 
 
 def list_shapes(layout: Layout) -> list[list[int]]:

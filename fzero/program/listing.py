@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fzero.base.sizes import format_size
+from fzero.program.arguments import bucket_of, operand_of
 from fzero.program.comm import Comm
 from fzero.program.operation import Node
 from fzero.program.records import body_of, comm_of, name_of, record, shares_memory, starts
@@ -76,7 +77,7 @@ def _describe_node(program: Program, node: Node) -> list[Line]:
     """The lines of a node of its own, one for each collective; none where the node is part of a "compute" line."""
     entries = [] if body_of(node) is not None else list(comm_of(program, node))
     if entries:
-        values = node.args[0]
+        values = operand_of(node)
         count = len(values) if isinstance(values, (list, tuple)) else 1
         return [_describe_collective(program, entry, f"{count} values") for entry in entries]
     line = record(node).line if node.op == "call_function" else None
@@ -115,7 +116,7 @@ def _find_releases(program: Program) -> dict[Node, list[str]]:
             bucket[node] = bucket[node.all_input_nodes[0]]
     releases: dict[Node, list[str]] = {}
     for start, node in last.items():
-        releases.setdefault(node, []).append(str(start.args[1]))
+        releases.setdefault(node, []).append(str(bucket_of(start)))
     return releases
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.layout.layout import Layout, Wire, wire
+from fzero.program.arguments import operand_of, position_of
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.peak import Memory
@@ -234,7 +235,7 @@ class Allocator:
             return (self._allocate(node, value, self._count_like(node)),)
         same = self._at[source]
         if node.target is operator.getitem:
-            return (same[node.args[1]] if isinstance(same, list) else same,)
+            return (same[position_of(node)] if isinstance(same, list) else same,)
         return ([same] * len(value) if isinstance(value, (list, tuple)) else same,)
 
     def where(self, key: Key) -> Where:
@@ -258,8 +259,9 @@ class Allocator:
 
     def view(self, node: Node) -> Location:
         """The location of a flat view of a node's first operand. An operand that is not contiguous is copied first."""
-        given = node.args[0].meta["val"]
-        return (self._at[node.args[0]] if given.is_contiguous() else self.new(node, given))._replace(starts=None)
+        operand = operand_of(node)
+        given = operand.meta["val"]
+        return (self._at[operand] if given.is_contiguous() else self.new(node, given))._replace(starts=None)
 
     def new(self, key: Key, value: Tensor, numel: int | None = None) -> Location:
         """Allocate a value with as many bytes on all ranks: those of the fake tensor's storage, or of `numel`
@@ -340,7 +342,7 @@ class Allocator:
         That is on ranks whose slices lie in one storage as they do in the wire. Other ranks pack their slices into the
         place of their block in the result, which takes no further memory.
         """
-        slices, size = [self._at[x] for x in node.args[0]], node.meta["val"].element_size()
+        slices, size = [self._at[x] for x in operand_of(node)], node.meta["val"].element_size()
         begins = [-1 if at.starts is None else at.starts - start for at, start in zip(slices, self._find_starts(along))]
         storages = list(dict.fromkeys(at.key for at in slices))
         counts, begin, stored, storage = map(self._stack_rows, (  # [S, R]  S slices, R ranks

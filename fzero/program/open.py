@@ -154,7 +154,7 @@ class Template:
     def _move(self, program: Program) -> Template:
         """The template whose nodes are those of `program`, a copy of its own program."""
         to = dict(zip(self.program.graph.nodes, program.graph.nodes))
-        bodies = {to[node]: body._move(to[node].args[0]) for node, body in self.bodies.items()}
+        bodies = {to[node]: body._move(find_loops(program.graph)[to[node]]) for node, body in self.bodies.items()}
         arguments = {to[node]: fx.map_arg(given, to.__getitem__) for node, given in self.arguments.items()}
         values = {to[node]: form for node, form in self.values.items()}
         return replace(self, program=program, arguments=arguments, values=values, bodies=bodies)

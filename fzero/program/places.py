@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import list_targets
+from fzero.program.arguments import item_of, operand_of, sources_of
 from fzero.program.operation import Node
 from fzero.program.records import body_of, find_bodies, is_call, record
 from fzero.program.refusals import refuse_node
@@ -63,14 +64,15 @@ def find_places(program: Program) -> dict[Node, Where]:
 
 
 def _find_place(node: Node, places: dict[Node, Where]) -> Where:
-    body = body_of(node.args[0]) if is_call(node, operator.getitem) else None
-    if body is not None:
-        return where_of(body.results[node.args[1]])
+    item = item_of(node)
+    body = None if item is None else body_of(item.source)
+    if item is not None and body is not None:
+        return where_of(body.results[item.position])
     operation = record(node)
     if operation.to is not None:
         return operation.to
-    if operation.arrives or is_call(node, operator.getitem):
-        return places[node.args[0]]
+    if operation.arrives or item is not None:
+        return places[operand_of(node)]
     is_away = any(places[x] != "device" for x in node.all_input_nodes) and not runs_on_device(node)
     return "host" if is_away else "device"
 
@@ -86,7 +88,7 @@ def check_places(program: Program) -> None:
             away = next((x for x, where in list_sources(node, places[node]) if places[x] != where), None)
             if away is not None:
                 raise refuse_node(program, node, f"takes {away.name}, which lies on the {places[away]}", _WAY_OUT)
-    for result, node in zip(program.tensor_results, program.output.args[0]):
+    for result, node in zip(program.tensor_results, program.returned):
         if places[node] != where_of(result):
             problem = f"result {result.path!r} lies on the {places[node]}, its state on the {where_of(result)}"
             raise FzeroError(program.path_of(result), problem, _WAY_OUT)
@@ -101,7 +103,7 @@ def list_sources(node: Node, here: Where) -> list[tuple[Node, Where]]:
     operation = record(node)
     if operation.source is not None:
         written = [(x, operation.to) for x in operation.writes(node) if operation.to is not None]
-        return [*((x, operation.source) for x in node.args[0]), *written]
+        return [*((x, operation.source) for x in sources_of(node)), *written]
     body = body_of(node)
     if body is None:
         takes_any = is_call(node, operator.getitem) or operation.arrives or operation.takes_shape
@@ -141,7 +143,7 @@ def place_results(program: Program) -> Program:
     for argument, node in zip(program.arguments, program.placeholders):
         if argument.bucket is not None:
             given.setdefault((argument.bucket, argument.leaf, node.meta["val"].dtype), []).append(argument)
-    values = iter(program.output.args[0])
+    values = iter(program.returned)
 
     def place(result: Result) -> Result:
         if result.is_constant:

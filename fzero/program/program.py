@@ -161,8 +161,14 @@ class Program(LayoutTable):
 
     @property
     def output(self) -> Node:
-        """The output node. Its first argument lists the results that are tensors."""
+        """The output node. Its one argument is the list `returned`."""
         return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def returned(self) -> list[Node]:
+        """The nodes of `tensor_results`, in order."""
+        (returned,) = self.output.args
+        return returned
 
     def find(self, target: Callable[..., Any]) -> list[Node]:
         """The nodes that call `target`, those in the bodies of loops included."""
@@ -282,7 +288,7 @@ class Program(LayoutTable):
         with self.graph.inserting_after(self.placeholders[-1]) if self.placeholders else nullcontext(), self.fake_mode:
             node = self.graph.placeholder(re.sub(r"\W", "_", path))
             node.meta["val"] = torch.empty(local, dtype=dtype, device=find_device_type(self.graph))
-        self.output.args = ([*self.output.args[0], node],)
+        self.output.args = ([*self.returned, node],)
         return replace(
             self,
             arguments=(*self.arguments, Argument(path, layout.bucket, leaf, own=own)),
@@ -305,7 +311,7 @@ class Program(LayoutTable):
     def return_state(self, path: str, node: Node) -> None:
         """Let the step return the value of `node` as the new value of the state `path`, which a pass added."""
         paths = [result.path for result in self.tensor_results]
-        returned = list(self.output.args[0])
+        returned = list(self.returned)
         returned[paths.index(path, len(paths) - len(self.pass_state))] = node  # a result of the step may have the path
         self.output.args = (returned,)
 

@@ -20,6 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import OpOverload, storage_key
 from fzero.base.torch_private_functions import list_targets
 from fzero.program import aten
+from fzero.program.arguments import BufferView, call_of, operand_of, start_of
 from fzero.program.linear import make_kernel, perform_here
 from fzero.program.operation import Node, Operation
 from fzero.program.rules import check_fields, guard
@@ -172,7 +173,7 @@ def name_of(node: Node) -> str:
     if node.op != "call_function":
         return str(node.target)
     operation = record(node)
-    return record(node.args[1]).name if operation.draws else operation.name
+    return record(call_of(node)[0]).name if operation.draws else operation.name
 
 
 def list_operands(node: Node) -> list[Node]:
@@ -212,11 +213,12 @@ def follow_memory(node: Node) -> Iterator[Node]:
         yield source
         made, source = source, None
         while made.target is operator.getitem:
-            made = made.args[0]
+            made = operand_of(made)
         known = record(made) if made.op == "call_function" else None
         if known is not None and known.names == "position":
-            started = made.args[0].args[0]
-            source = record(started).alias_at(started, made.args[3])
+            view = BufferView(*made.args)
+            started = start_of(view.buffer)
+            source = record(started).alias_at(started, view.position)
         elif known is not None and known.moves is not None and known.body is None:
             source = next(iter(made.all_input_nodes), None)
         elif known is None or not known.arrives:  # each copy has memory of its own

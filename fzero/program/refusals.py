@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.program.arguments import BufferView, bucket_of
 from fzero.program.kinds import RAGGED, Buffer, Kind, Slice, axes_of
 from fzero.program.operation import Node
 from fzero.program.records import leaves_of, name_of, record
@@ -124,7 +125,7 @@ def path_of(program: Program, kind: Slice) -> str:
 def leaf_near(program: Program, node: Node) -> str:
     """The path of the leaf or bucket that a node names. For a node that names none, the path of the nearest state
     argument: breadth first over the inputs of the node and of its users. The node's own name where there is none."""
-    if node.op == "call_function" and record(node).names and node.args[1] in program.layouts:
+    if node.op == "call_function" and record(node).names and bucket_of(node) in program.layouts:
         return _name_leaf(program, node)
     given = zip(program.placeholders, program.arguments)
     state = {node: program.path_of(argument) for node, argument in given if argument.bucket is not None}
@@ -141,8 +142,10 @@ def leaf_near(program: Program, node: Node) -> str:
 def _name_leaf(program: Program, node: Node) -> str:
     """The path of the one leaf that a node names; its bucket where the node names several, or a leaf out of range."""
     layout = program.layout_of(node)
-    if record(node).names == "position" and node.args[3] not in range(len(node.args[2])):
-        return layout.bucket
+    if record(node).names == "position":
+        view = BufferView(*node.args)
+        if view.position not in range(len(view.leaves)):
+            return layout.bucket
     leaves = leaves_of(node)
     is_one = record(node).names != "leaves" and leaves[0] in range(len(layout.leaves))
     return layout.leaves[leaves[0]].path if is_one else layout.bucket

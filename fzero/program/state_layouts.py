@@ -138,7 +138,8 @@ def _find_leaf(program: Program, path: str, like: str | Node) -> tuple[str, int,
     """`(bucket, leaf, dtype)` of a leaf's path, of an argument that is state, or of a node that names one leaf."""
     given = [pair for pair in zip(program.placeholders, program.arguments) if pair[1].bucket is not None]
     if not isinstance(like, str) and like.op == "call_function" and record(like).names == "leaf":
-        return like.args[1], like.args[2], like.meta["val"].dtype
+        _, bucket, leaf, *_ = like.args
+        return bucket, leaf, like.meta["val"].dtype
     found = dict[tuple[str, int], torch.dtype]()
     for node, argument in given:
         if node is like or (isinstance(like, str) and like in (argument.path, program.path_of(argument))):

@@ -15,6 +15,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.base.mesh import JOINT
+from fzero.program.arguments import sources_of, start_of
 from fzero.program.comm import Comm
 from fzero.program.operation import Node
 from fzero.program.ops.transfers import copy_of, count_bytes
@@ -245,9 +246,9 @@ class Lanes:
                 continue
             self._compute(node)
             if operation is not None and operation.arrives:
-                self._wait(node, self.done_at[node.args[0]])
+                self._wait(node, self.done_at[start_of(node)])
             elif operation is not None and operation.waits:
-                (start,) = node.all_input_nodes
+                start = start_of(node)
                 self._wait(node, self.done_at[start])
                 self._wait_at_once(node, self.costs[start].comms[1:])  # a wait does what follows on the first exchange
             else:
@@ -295,7 +296,7 @@ class Lanes:
         start = max(self.free[clock], self.free[HOST], behind, *ready)
         self.free[clock] = self.done_at[node] = start + seconds
         if lane != HOST:
-            comm = Comm(name, lane, None, node.args[0][0].meta["val"].dtype, count_bytes(node))
+            comm = Comm(name, lane, None, sources_of(node)[0].meta["val"].dtype, count_bytes(node))
             self._sent[lane, clock].append((comm, start, start + seconds, True))
         elif seconds:
             self.on_host.append(Span(name_of(node), start, start + seconds))

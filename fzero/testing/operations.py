@@ -84,7 +84,7 @@ def _check_on(
         return simulate(_take_own(function, given), mesh)(*(rows.values for rows in given))
 
     x, t = (_draw(mesh, seed, *like) for seed in (0, 1))
-    size = simulate(_take_own(call, (x,)), mesh).trace(x.values).output.args[0][0].meta["val"].shape
+    size = simulate(_take_own(call, (x,)), mesh).trace(x.values).returned[0].meta["val"].shape
     run(call, x)
     if known.transpose is None:
         return ["record"]

@@ -31,7 +31,8 @@ def compress_scatters(
         raise FzeroError(f"pass {name!r}", problem, way_out)
     world = mesh.size(mesh.shard_axis)
     for number, node in enumerate(scatters):
-        (fulls, bucket, leaves, numel), path = node.args, f"{by.name}_error.{number}.{node.args[1]}"
+        fulls, bucket, leaves, numel = ops.BucketMove(*node.args)
+        path = f"{by.name}_error.{number}.{bucket}"
         kept = count = None
         if keeps:
             program, kept = program.add_state(path, (by.size(world, numel),), by.dtype, differs=mesh.names)

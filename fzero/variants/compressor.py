@@ -26,7 +26,8 @@ class Compressor:
         self.name, self.exchange = name, define_exchange(f"{name}_reduce_scatter", count_bytes, decompress)
         self.pack = ops.define(
             f"{name}_pack", names="leaves", perform=lambda program, node, rank: partial(self._pack, program, node),
-            fake=self._fake, kind=lambda walk, node: walk.per_rank if node.args[5] is None else [walk.per_rank] * 2,
+            fake=self._fake,
+            kind=lambda walk, node: [walk.per_rank] * 2 if isinstance(node.meta["val"], list) else walk.per_rank,
         )  # fmt: skip
 
     def size(self, world: int, numel: int) -> int:
@@ -48,9 +49,8 @@ class Compressor:
     def _pack(self, program: Program, node: Any, fulls: Any, bucket: str, leaves: Any, numel: int, world: int,
               kept: Any, count: Any, options: tuple[Any, ...]) -> Any:  # fmt: skip
         along = program.wire_of(node)
-        real = (
-            ops.pack_leaves([torch.ones_like(x).float() for x in fulls], along).view(world, -1) if self.masks else None
-        )
+        ones = [torch.ones_like(x).float() for x in fulls] if self.masks else None
+        real = None if ones is None else ops.pack_leaves(ones, along).view(world, -1)
         rows = ops.pack_leaves(fulls, along).float().view(world, numel)
         rows = rows if kept is None else rows + self.recall(kept, numel)
         packed = self.compress(rows, real, *options)

@@ -18,7 +18,8 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
     """The operation `name` of `(packed, bucket, leaves, S, dtype, replicas, options)`, in place of a reduce-scatter."""
 
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-        axis, over, what = program.mesh.shard_axis, _list_replicas(program, node), f"{name} of {node.args[1]}"
+        _, bucket, *_ = node.args
+        axis, over, what = program.mesh.shard_axis, _list_replicas(program, node), f"{name} of {bucket}"
 
         def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
             received = yield ops.AllToAll(what, axis, packed)
@@ -31,15 +32,16 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
         return run
 
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
-        axis, over, numel = program.mesh.shard_axis, _list_replicas(program, node), node.args[3]
-        nbytes = program.mesh.size(axis) * count_bytes(numel, *node.args[6])
-        yield ops.Comm("all_to_all", axis, node.args[1], torch.uint8, nbytes)
+        _, bucket, _, numel, _, _, options = node.args
+        axis, over = program.mesh.shard_axis, _list_replicas(program, node)
+        yield ops.Comm("all_to_all", axis, bucket, torch.uint8, program.mesh.size(axis) * count_bytes(numel, *options))
         if over:
-            yield ops.Comm("all_reduce", over, node.args[1], torch.float32, 4 * numel)
+            yield ops.Comm("all_reduce", over, bucket, torch.float32, 4 * numel)
 
     def find_kind(walk: Any, node: Any) -> ops.Buffer:
-        over = frozenset() if node.args[5] else frozenset(walk.program.mesh.replica_axes)
-        return ops.Buffer(False, node.args[1], tuple(node.args[2]), over=over)
+        _, bucket, leaves, _, _, replicas, _ = node.args
+        over = frozenset() if replicas else frozenset(walk.program.mesh.replica_axes)
+        return ops.Buffer(False, bucket, tuple(leaves), over=over)
 
     return ops.define(
         name, like=ops.reduce_scatter, perform=perform, kind=find_kind, moves=list_moves,
@@ -50,5 +52,6 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
 
 def _list_replicas(program: Program, node: Any) -> str:
     """The axes, together, over which a scatter takes the mean behind that over the shard axis; "" for none."""
-    axes = [axis for axis in program.mesh.replica_axes if node.args[5] and program.mesh.size(axis) > 1]
+    *_, replicas, _ = node.args
+    axes = [axis for axis in program.mesh.replica_axes if replicas and program.mesh.size(axis) > 1]
     return program.mesh.join(axes) if axes else ""

@@ -51,7 +51,7 @@ def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
 def _moves(program: Program, node: Any) -> Iterator[ops.Comm]:
     along = program.wire_of(node)
     nbytes = along.layout.world * count_bytes(along.stride)
-    yield ops.Comm("all_gather", program.mesh.shard_axis, node.args[1], torch.uint8, nbytes)
+    yield ops.Comm("all_gather", program.mesh.shard_axis, ops.BucketMove(*node.args).bucket, torch.uint8, nbytes)
 
 
 int8_all_gather = ops.define("int8_all_gather", like=ops.all_gather, perform=_perform, moves=_moves)

@@ -22,7 +22,7 @@ class StateChange(NamedTuple):
 def list_changes(program: Program) -> list[StateChange]:
     """The state that a step changes, in the order of its results."""
     given = {x.path: (x, node) for x, node in zip(program.arguments, program.placeholders) if x.bucket is not None}
-    pairs = enumerate(zip(program.tensor_results, program.output.args[0]))
+    pairs = enumerate(zip(program.tensor_results, program.returned))
     found = [(at, given[result.replaces], new) for at, (result, new) in pairs if result.replaces in given]
     return [StateChange(argument, at, old, new) for at, (argument, old), new in found if old is not new]
 
@@ -40,5 +40,5 @@ def find_origins(nodes: Collection[Any], among: Collection[Any], stops: Collecti
 
 def return_instead(program: Program, news: dict[int, Any]) -> Program:
     """Let the step return other nodes, by their place among the results."""
-    program.output.args = ([news.get(i, x) for i, x in enumerate(program.output.args[0])],)
+    program.output.args = ([news.get(i, x) for i, x in enumerate(program.returned)],)
     return program

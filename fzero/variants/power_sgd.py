@@ -30,10 +30,10 @@ def power_sgd(program: Program, *, rank: int = 4) -> Program:
     check_option("power_sgd", "rank", rank, isinstance(rank, int) and rank >= 1, "a whole number from 1, as 4")
     program, found = program.copy(), 0
     for node in program.graph.find_nodes(op="call_function", target=ops.scatter):
-        n, *others = node.args[0].meta["val"].shape or (1,)
-        is_mean, m = not program.model_axes and node.kwargs.get("replicas", True), math.prod(others)
-        if is_mean and others and rank * (n + m) < n * m:
-            program, found = _replace(program, node, f"power_sgd.{found}.{node.args[1]}", rank, n, m), found + 1
+        move, is_mean = ops.LeafMove(*node.args), not program.model_axes and node.kwargs.get("replicas", True)
+        n, *others = move.value.meta["val"].shape or (1,)
+        if is_mean and others and rank * (n + (m := math.prod(others))) < n * m:
+            program, found = _replace(program, node, f"power_sgd.{found}.{move.bucket}", rank, n, m), found + 1
     if not found and not program.is_body:
         problem = f"finds no gradient on {program.mesh} that moves in fewer bytes as matrices of rank {rank}"
         raise FzeroError("pass 'power_sgd'", problem, "put it before='bucket', on data axes, or lower the rank")

@@ -28,7 +28,7 @@ def find_roles(program: Program, name: str, means: Collection[Any]) -> list[Stat
     differ = set(scatters)
     while more := [x.old for x in slices if x.old not in differ and find_origins([x.new], differ, {*means, *differ})]:
         differ.update(more)
-    states, trained = [x for x in slices if x.old in differ], {x.args[1:3] for x in scatters}
+    states, trained = [x for x in slices if x.old in differ], {ops.LeafMove(*x.args).key for x in scatters}
     candidates = [x for x in states if _leaf(x) in trained and _is_gathered(x.old)]
     weights = [x for x in candidates if _is_trained(x, scatters, [y.old for y in candidates if _leaf(x) == _leaf(y)])]
     if lost := sorted(program.layouts[x].leaves[y].path for x, y in trained - set(map(_leaf, weights))):
@@ -38,7 +38,7 @@ def find_roles(program: Program, name: str, means: Collection[Any]) -> list[Stat
         )
     olds = {x.old for x in states}
     used = find_origins([x.new for x in weights], olds, scatters)
-    used -= find_origins([x.args[0] for x in scatters], olds, ())
+    used -= find_origins([ops.LeafMove(*x.args).value for x in scatters], olds, ())
     roles = ["weight" if x in weights else "optimizer" if x.old in used else "beside" for x in states]
     return [x._replace(role=role) for x, role in zip(states, roles)]
 
@@ -55,4 +55,4 @@ def _is_gathered(old: Any) -> bool:
 def _is_trained(state: StateChange, scatters: set[Any], olds: list[Any]) -> bool:
     """Whether a new value comes from a gradient of its leaf, and from its old value alone among those of its leaf."""
     found = find_origins([state.new], {*scatters, *olds}, scatters)
-    return found - scatters == {state.old} and any(x.args[1:3] == _leaf(state) for x in found & scatters)
+    return found - scatters == {state.old} and any(ops.LeafMove(*x.args).key == _leaf(state) for x in found & scatters)

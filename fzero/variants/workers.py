@@ -25,7 +25,7 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[S
         raise FzeroError(f"pass {name!r}", problem, f"put it before='bucket', without loops, on a mesh with {axis!r}")
     program, count = program.copy().add_state(f"{name}.count", (), torch.int64, replicated=True)
     apart, sums = (program.graph.find_nodes(op="call_function", target=x) for x in (ops.scatter, ops.all_reduce))
-    means = {x for x in sums if axis in mesh.split(x.args[2])}
+    means = {x for x in sums if axis in mesh.split(ops.Reduction(*x.args).axis)}
     states, flags = find_roles(program, name, means), {x.at for x in list_changes(program) if x.argument.flag}
     for node in apart:
         node.kwargs = {**node.kwargs, "replicas": False}
@@ -39,7 +39,7 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[S
         for user in users:
             user.replace_input_with(old, mine)
         apart.append(own)
-    returned, news = program.output.args[0], {x.at: x.old for x in states}
+    returned, news = program.returned, {x.at: x.old for x in states}
     states = [x._replace(new=returned[x.at]) for x in states]  # what was another's old value is a worker's now
     with program.graph.inserting_before(program.output):
         program.return_state(f"{name}.count", program.emit(aten.add.Scalar, count, 1))

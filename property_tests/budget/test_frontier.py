@@ -19,7 +19,7 @@ from fzero import tree
 from fzero.base.placement import Placement
 from fzero.budget.choices import list_segment_choices
 from fzero.budget.fit import Space
-from fzero.budget.frontier import Choice, Option, Point, Span, find_frontier
+from fzero.budget.frontier import Choice, Lifetime, Option, Point, find_frontier
 from fzero.budget.programs import mark_trace
 from fzero.budget.saved import find_segments
 from fzero.passes import Plan, list_passes, resolve, run_passes
@@ -157,7 +157,7 @@ def test_more_memory_never_takes_more_time(inner: list[int], rows: int, compute:
 def test_a_frontier_trades_bytes_for_seconds(sizes: list[tuple[int, int, int]], line: list[int]) -> None:
     """Along a frontier bytes grow and seconds shrink, its points are what they say, and no combination is left out."""
     choices = [
-        Choice(str(i), (Option(float(seconds), ()), Option(0.0, (Span(start, min(start + nbytes, 10), nbytes),))))
+        Choice(str(i), (Option(float(seconds), ()), Option(0.0, (Lifetime(start, min(start + nbytes, 10), nbytes),))))
         for i, (nbytes, start, seconds) in enumerate(sizes)
     ]
 

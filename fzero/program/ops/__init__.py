@@ -6,6 +6,7 @@ calls. `ops.define(...)` adds an operation from outside of the package (docs/pas
 
 from fzero.layout.buffers import block_of as pack_slices
 from fzero.layout.buffers import blocks_of as pack_leaves
+from fzero.program.arguments import BucketMove, BufferView, Item, LeafMove, Reduction
 from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
 from fzero.program.operation import NO_WORK, Operation, Work
@@ -32,10 +33,15 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "BucketMove",
     "Buffer",
+    "BufferView",
     "Comm",
+    "Item",
+    "LeafMove",
     "Operation",
     "ReduceScatter",
+    "Reduction",
     "Slice",
     "Work",
     "adagrad",

@@ -128,7 +128,7 @@ def loop(*args: Any) -> list[Any]:
     """The fake results. A result that a turn writes over a carry is that carry."""
     given = Loop(*args)
     body, carry = given.body, given.carry
-    news = [node.meta["val"] for node in body.output.args[0]]
+    news = [node.meta["val"] for node in body.returned]
     last = [
         old if argument.donated else torch.empty_like(new) for old, argument, new in zip(carry, body.arguments, news)
     ]
@@ -244,7 +244,7 @@ def _memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
             places.append(allocator.new((node, i), value))
         else:
             rows = allocator.new_rows((node, i), value, result.kind)
-            key = inside.at(body.output.args[0][i]).key
+            key = inside.at(body.returned[i]).key
             if key in held:  # parts of one buffer
                 rows = [row._replace(key=first) for row, first in zip(rows, held[key])]
             else:
@@ -299,6 +299,12 @@ register(
 
 
 # marks of a trace
+
+
+def number_of(mark: Node) -> int:
+    """The number of the turn that a mark is at the border of."""
+    _, number, *_ = mark.args
+    return int(number)
 
 
 def check_users(nodes: list[Node], known: set[Node]) -> None:
