@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from torch import fx
 
 from fzero.passes.order import erase_dead, find_changes
 from fzero.program import ops
-from fzero.program.arguments import LeafMove, Reduction, items_of, operand_of, position_of
+from fzero.program.arguments import LeafMove, Reduction, item_of, items_of, operand_of, position_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Slice
 from fzero.program.operation import Node
@@ -114,15 +116,19 @@ def _mean_behind(program: Program, loop: Node) -> None:
         return
     kinds, carry = infer(body), list(given.carry)
     arguments, results = list(body.arguments), list(body.results)
-    returned, means = list(body.returned), dict[int, list[Node]]()
+    returned, means, taken = list(body.returned), dict[int, list[Node]](), defaultdict[Node, set[int]](set)
     for each in sums:
         i, kind, new = each.carry, kinds[each.gradient], _add_gradient(body, each)
+        if (item := item_of(returned[i])) is not None:
+            taken[item.source].add(item.position)
         returned[i], means[i] = new, each.means
         arguments[i], results[i] = Argument(f"carry.{i}", kind=kind), Result(f"carry.{i}", kind=kind)
         like = new.meta["val"]
         with program.graph.inserting_before(loop):
             carry[i] = program.emit(_aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device)
     body.output.args = (returned,)
+    for call, positions in taken.items():
+        _drop_rows(body, call, positions)
     erase_dead(body.graph)
     body = replace(body, arguments=tuple(arguments), results=tuple(results))
     loop.args = tuple(given._replace(body=body, carry=carry))
@@ -174,12 +180,12 @@ def _average(program: Program, total: Node, leaf: str, axes: Sequence[str]) -> N
 def _list_sums(body: Program) -> list[_Sum]:
     """The carries of a loop's body to which each turn adds the mean of a gradient that nothing overwrites."""
     changed = find_changes(body.graph)
-    groups = [_find_sums(body, call) for call in body.graph.nodes]
-    return [each for group in groups if not any(storage(x.gradient) in changed for x in group) for each in group]
+    sums = (each for call in body.graph.nodes for each in _find_sums(body, call))
+    return [each for each in sums if storage(each.gradient) not in changed]
 
 
 def _find_sums(body: Program, call: Node) -> list[_Sum]:
-    """What a sum, or a list operation of sums, adds to carries, where all that it does is to add means to carries."""
+    """The carries to which a sum, or a list operation of sums, adds means."""
     if call.kwargs.get("alpha", 1) != 1:
         return []
     if is_call(call, _aten.add.Tensor):
@@ -190,7 +196,20 @@ def _find_sums(body: Program, call: Node) -> list[_Sum]:
     else:
         return []
     found = [_find_sum(body, *row) or _find_sum(body, row[0], *row[:0:-1]) for row in rows]
-    return [each for each in found if each is not None] if None not in found else []
+    return [each for each in found if each is not None]
+
+
+def _drop_rows(body: Program, call: Node, positions: Collection[int]) -> None:
+    """Replace a list operation by one of its other rows alone."""
+    rest = [i for i in range(len(operand_of(call))) if i not in positions]
+    if not rest:
+        return
+    with body.graph.inserting_before(call):
+        new = body.emit(call.target, *([column[i] for i in rest] for column in call.args), **call.kwargs)
+        at = {i: body.emit(operator.getitem, new, place) for place, i in enumerate(rest)}
+    for i, item in items_of(call).items():
+        if i in at:
+            body.substitute(item, at[i])
 
 
 def _find_sum(body: Program, new: Node | None, old: Any, added: Any) -> _Sum | None:

@@ -107,6 +107,19 @@ def test_replicas_are_averaged_once(stage: int, sync: str, persist: int) -> None
     assert_equal((fzero.unpartition(got), loss), (q, expected))
 
 
+@pytest.mark.parametrize(("sync", "scatters"), [("each", 4), ("once", 1)])
+def test_a_leaf_without_a_gradient_leaves_the_others_their_one_mean(sync: str, scatters: int) -> None:
+    """Gradients of all leaves are added by one list operation."""
+    mesh = fzero.VirtualMesh(replica=2, fsdp=2)
+    whole_params = params() | {"unused": torch.ones(3, dtype=torch.float64)}
+    p = fzero.partition(whole_params, mesh)
+    step = fzero.simulate(lambda p, batch: fzero.accumulate(sums, 4, sync=sync)(p, batch), mesh, stage=2)
+    moved = Counter(entry.op for entry in step.program(p, batch(16)).comm() if entry.nbytes > 16)  # not of sums
+    assert moved["reduce_scatter"] == scatters and moved["all_reduce"] == 1
+    loss, grads = step(p, batch(16))
+    assert_equal((loss, fzero.unpartition(grads)), fzero.value_and_grad(whole)(whole_params, batch(16)))
+
+
 def test_replicas_are_averaged_in_the_dtype_of_reduce() -> None:
     mesh = fzero.VirtualMesh(replica=2, fsdp=2)
     narrow = fzero.precision(torch.float32, reduce=torch.bfloat16)(sums)
