@@ -1,7 +1,8 @@
 # fzero on GPUs. Written, and not tried: no image has been built of it.
 #
 #   docker build -t fzero .
-#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 fzero torchrun --standalone --nproc-per-node gpu examples/first.py
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 fzero \
+#       torchrun --standalone --nproc-per-node gpu examples/train_bytes.py
 #
 # --ipc=host and memlock are for NCCL and pinned memory. requirements-dev.txt has the torch that fzero is tested with. Its
 # wheels bring CUDA and NCCL, so that the base needs nothing of either, and the host a driver.

@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A worker has one thread, as a rank has: with more, threads of one worker would spin on the core of another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --dist loadfile --no-loadscope-reorder tests property_tests
 # Many tests wait for processes, and leave their core to one worker more.
-MORE := $(shell expr $(WORKERS) + 1)
+MORE := $(shell expr $(WORKERS) + 1 2> /dev/null || echo $(WORKERS))
 
 # The tests of a newcomer, in minutes: of each function one case, and no processes but those of a smoke run.
 test: $(READY)

@@ -270,15 +270,26 @@ def find_spread(given: Values) -> StateSpread:
         FzeroError: at other stages than 3; for groups and a second copy; for weights that are quantized in two hops.
     """
     shard, copy = (_find_size(given, key, least) for key, least in ((GROUP, 1), (SECOND_COPY, 2)))
-    host, hops = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "zero_optimization.mics_hierarchical_params_gather"
+    hops, host = "zero_optimization.mics_hierarchical_params_gather", 1
     if shard is not None and copy is not None:
         raise FzeroError(SECOND_COPY, f"is {copy}, and {GROUP} is {shard}", "leave one of both out")
-    if shard is None or not look_up(given, hops) or not 1 < host < shard:
+    if shard is not None and look_up(given, hops):
+        host = _find_host_size()
+    if shard is None or not 1 < host < shard:
         return StateSpread(shard, copy)
     if look_up(given, "zero_optimization.zero_quantized_weights"):
         problem = f"is true, and so is {hops}, with {GROUP} {shard} on hosts of {host} ranks"
         raise FzeroError("zero_optimization.zero_quantized_weights", problem, "leave one of both out")
     return StateSpread(shard, host)
+
+
+def _find_host_size() -> int:
+    """The ranks of a host, as torchrun says."""
+    found = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not found.isdecimal():
+        way_out = "give the number of ranks on a host, as torchrun does, or leave it out"
+        raise FzeroError("LOCAL_WORLD_SIZE", f"is {found!r} in the environment", way_out)
+    return int(found)
 
 
 def _find_size(given: Values, path: str, least: int) -> int | None:
