@@ -107,8 +107,10 @@ def examine(mesh: str | None = None, seconds: float = 2.0) -> list[str]:
 def choose_shape(text: str | None, world: int) -> VirtualMesh:
     """The mesh of `--mesh`, with the axis "fsdp" among others; without it one axis of all ranks."""
     mesh = choose_mesh("--mesh", text, world)
-    if "fsdp" not in mesh.names:
-        raise FzeroError("--mesh", f"is {text}, with the axes {list(mesh.names)}", "call one of them fsdp")
+    try:
+        mesh.split(mesh.shard_axis)
+    except FzeroError as error:
+        raise FzeroError("--mesh", f"is {text}: {error.problem}", error.way_out) from None
     return mesh
 
 

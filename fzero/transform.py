@@ -109,8 +109,9 @@ def shard(
     * `plan`: an `fzero.passes.Plan`, in the place of all these options: what `step.plan(*args)` of another step
       returns, or `Plan.load(path)`. So a budget's search is not repeated (docs/budget.md).
     * `data`: the axes of `mesh` along which ranks take different examples, as in `data=("dp", "fsdp")`. The axes
-      "replica" and "fsdp", and the only axis of a mesh, need no `data`. Along other axes ranks take the same examples,
-      and compute parts of the model, with collectives such as `fzero.psum` (docs/axes.md).
+      "replica" and "fsdp", "node" and "local" side by side, and the only axis of a mesh, need no `data`. Along other
+      axes ranks take the same examples, and compute parts of the model, with collectives such as `fzero.psum`
+      (docs/axes.md).
     * `dynamic`: the dimensions of batches that change from call to call, as in `dynamic={"batch": {1: (1, 8192)}}`: a
       parameter of `fn`, or a path to a part of it ("batch.labels"), then a dimension of all tensors there, then its
       least and greatest size, None for any. The first trace then serves all sizes. Without it the step is traced at

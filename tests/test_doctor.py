@@ -42,10 +42,11 @@ def test_versions_that_differ_between_ranks_are_named() -> None:
 
 def test_a_mesh_has_the_ranks_that_there_are() -> None:
     assert choose_shape("fsdp=2, tp=4", 8).sizes == {"fsdp": 2, "tp": 4} and choose_shape(None, 3).sizes == {"fsdp": 3}
+    assert choose_shape("node=2,local=4", 8).shard_axis == "node+local" and choose_shape("dp=8", 8).shard_axis == "dp"
     for text, problem in (
         ("fsdp", "is 'fsdp'; write axes"),
         ("fsdp=2", "there are 8 ranks"),
-        ("tp=8", "the axes"),
+        ("sp=2, tp=4", "none of the axes .* is the shard axis"),
         ("fsdp=2,fsdp=4", "once"),
     ):
         with pytest.raises(FzeroError, match=f"^--mesh: .*{problem}"):

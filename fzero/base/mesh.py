@@ -68,7 +68,9 @@ class VirtualMesh:
             return SHARD_AXIS
         if SHARD_AXES not in zip(self.names, self.names[1:]):
             problem = f"none of the axes {self.names} is the shard axis"
-            way_out = 'call the axis that state lies along "fsdp", or two neighbouring ones "node" and "local"'
+            way_out = (
+                'call the axis that state lies along "fsdp", or two neighbouring ones "node" and "local", in this order'
+            )
             raise FzeroError("mesh", problem, way_out)
         return JOINT.join(SHARD_AXES)
 

@@ -25,14 +25,16 @@ def choose_passes(settings: Settings, *, in_place: bool) -> tuple[Pass, ...] | N
     """The passes of an engine's program; None for the default ones. With `in_place` the program donates its state. The
     program of an update gathers no weights, that of an evaluation scatters no gradients."""
     spread = settings.spread
-    added: list[Any] = [] if spread.local is None else [hpz if spread.shard is None else mics]
-    added += [int8_gather] * settings.quantizes_weights + [int8_mean] * settings.quantizes_gradients
+    added: list[tuple[Any, str]] = [(int8_gather, "prefetch")] * settings.quantizes_weights
+    added += [(int8_mean, "prefetch")] * settings.quantizes_gradients
+    if spread.local is not None:
+        added.insert(0, (hpz, "offload") if spread.shard is None else (mics, "prefetch"))
     if not added:
         return None
     plan = passes.Plan(settings.stage, in_place=in_place, reduce_dtype=settings.reduce_dtype, chunk=settings.chunk)
     chosen = passes.defaults(plan)
-    for each in added:
-        chosen = passes.insert(chosen, partial(each, strict=False), before="prefetch")
+    for each, before in added:
+        chosen = passes.insert(chosen, partial(each, strict=False), before=before)
     return chosen
 
 

@@ -47,6 +47,12 @@ class BufferView(NamedTuple):
     size: Any
 
 
+def view_of(node: Node) -> BufferView:
+    """What a node names that takes one leaf of a buffer (`Operation.names` "position"). Operations of others may have
+    arguments behind these."""
+    return BufferView(*node.args[: len(BufferView._fields)])
+
+
 class Reduction(NamedTuple):
     """The arguments of `all_reduce`, and of `all_reduce_list`, whose `value` is a list."""
 

@@ -154,7 +154,8 @@ class Template:
     def _move(self, program: Program) -> Template:
         """The template whose nodes are those of `program`, a copy of its own program."""
         to = dict(zip(self.program.graph.nodes, program.graph.nodes))
-        bodies = {to[node]: body._move(find_loops(program.graph)[to[node]]) for node, body in self.bodies.items()}
+        found = find_loops(program.graph)
+        bodies = {to[node]: body._move(found[to[node]]) for node, body in self.bodies.items()}
         arguments = {to[node]: fx.map_arg(given, to.__getitem__) for node, given in self.arguments.items()}
         values = {to[node]: form for node, form in self.values.items()}
         return replace(self, program=program, arguments=arguments, values=values, bodies=bodies)

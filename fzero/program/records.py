@@ -20,7 +20,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import OpOverload, storage_key
 from fzero.base.torch_private_functions import list_targets
 from fzero.program import aten
-from fzero.program.arguments import BufferView, call_of, operand_of, start_of
+from fzero.program.arguments import call_of, operand_of, start_of, view_of
 from fzero.program.linear import make_kernel, perform_here
 from fzero.program.operation import Node, Operation
 from fzero.program.rules import check_fields, guard
@@ -216,7 +216,7 @@ def follow_memory(node: Node) -> Iterator[Node]:
             made = operand_of(made)
         known = record(made) if made.op == "call_function" else None
         if known is not None and known.names == "position":
-            view = BufferView(*made.args)
+            view = view_of(made)
             started = start_of(view.buffer)
             source = record(started).alias_at(started, view.position)
         elif known is not None and known.moves is not None and known.body is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
-from fzero.program.arguments import BufferView, bucket_of
+from fzero.program.arguments import bucket_of, view_of
 from fzero.program.kinds import RAGGED, Buffer, Kind, Slice, axes_of
 from fzero.program.operation import Node
 from fzero.program.records import leaves_of, name_of, record
@@ -143,7 +143,7 @@ def _name_leaf(program: Program, node: Node) -> str:
     """The path of the one leaf that a node names; its bucket where the node names several, or a leaf out of range."""
     layout = program.layout_of(node)
     if record(node).names == "position":
-        view = BufferView(*node.args)
+        view = view_of(node)
         if view.position not in range(len(view.leaves)):
             return layout.bucket
     leaves = leaves_of(node)

@@ -86,10 +86,11 @@ def lay_out_state(
     if (shape is None) == (like is None):
         raise FzeroError(path, f"has shape={shape} and like={like}", "give a state's shape, or a leaf that it is like")
     for axis in differs:
-        if axis not in program.mesh.names:
+        if not program.mesh.has(axis):
             raise FzeroError(
                 path, f"differs along {axis!r}, and this mesh has {program.mesh.names}", "name one of these"
             )
+    differs = tuple(name for axis in differs for name in program.mesh.split(axis))
     if differs and replicated:
         raise FzeroError(path, f"is replicated, and differs along {differs}", "leave one of both out")
     if program.is_body and like is not None:

@@ -58,8 +58,8 @@ def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
         way_out = 'give (axis, dim), as in ("tp", 0), or (axis, dim, parts)'
         raise FzeroError(f"split {rule!r}", f"is {given!r:.80}", way_out)
     axis = mesh.join((given[0],) if isinstance(given[0], str) else given[0])
-    if set(mesh.shard_axes).intersection(mesh.split(axis)):
-        problem = f"names {mesh.shard_axis!r}, over which {mesh} cuts all state already"
+    if taken := [name for name in mesh.split(axis) if name in mesh.shard_axes]:
+        problem = f"names {taken[0]!r}, over which {mesh} cuts all state already"
         raise FzeroError(f"split {rule!r}", problem, "name a model axis")
     if len(given) == 3 and given[2] < 1:
         raise FzeroError(f"split {rule!r}", f"has {given[2]} parts", "give at least 1")

@@ -85,8 +85,7 @@ class Repeats:
             return None
         memory = [storage_key(x) for x in tensors] if len(tensors) > 1 else []
         shared = tuple(map(memory.index, memory))
-        device = None if tensors else torch.get_default_device()  # where a tensor is made of nothing
-        key = operation, described, shared, torch.get_default_dtype(), device
+        key = operation, described, shared, torch.get_default_dtype()  # a default device is among the operands by now
         return Call(operation, args, kwargs, tensors, nodes, key)
 
     def _describe(self, x: Any, tensors: list[FakeTensor], nodes: list[Node]) -> Any:

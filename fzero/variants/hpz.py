@@ -1,7 +1,7 @@
 """A second copy of the weights inside of each node: hpZ of ZeRO++ (Wang et al., 2023, arXiv:2306.10209).
 
     mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("node", "local"))  # state lies along both axes
-    step = fzero.shard(train_step, mesh, passes=passes.insert(passes.defaults(stage=3), hpz, before="prefetch"))
+    step = fzero.shard(train_step, mesh, passes=passes.insert(passes.defaults(stage=3), hpz, before="offload"))
 
 The first gather of a bucket of N ranks with S elements each moves 4 N S bytes over both axes. Each further gather of
 the step, such as that of the backward pass, moves 4 N S bytes over "local", and none between nodes. From the first to
@@ -21,21 +21,25 @@ def hpz(program: Program, *, axis: str = "local", strict: bool = True) -> Progra
     part of what it gathered, and later gathers are of these parts, along `axis`. Same results, bit for bit.
 
     Raises:
-        FzeroError: where state does not lie along `axis` and another axis. If `strict`, where no bucket is gathered
-            twice, as at stages 1 and 2, or none in a turn of a loop that gathers, as in `fzero.scan`. Else such a
-            program, or loop, stays as it is.
+        FzeroError: where state does not lie along `axis` and another axis; behind the pass prefetch, where a gather
+            starts before an earlier one is there. If `strict`, where no bucket is gathered twice, as at stages 1 and 2,
+            or none in a turn of a loop that gathers, as in `fzero.scan`. Else such a program, or loop, stays as it is.
     """
     program, mesh, first = program.copy(), program.mesh, dict[Any, Any]()
     if axis not in mesh.shard_axes or len(mesh.shard_axes) == 1:
         problem = f"gathers again along {axis!r}, and state lies along {mesh.shard_axis!r} of {mesh}"
         raise FzeroError("pass 'hpz'", problem, 'make a mesh with the axes "node" and "local"')
     gathers = [x for x in program.graph.nodes if x.op == "call_function" and ops.record(x).starts == "gathered"]
+    gathers = [x for x in gathers if not ops.is_call(x, gather_parts)]
     for node in gathers:
         slices, bucket, leaves, numel = node.args
         kept = first.setdefault((*slices, bucket, *leaves, *node.kwargs.items()), node)
         if kept is node:
             continue
         (buffer,) = kept.users
+        if node < buffer:
+            problem = f"finds that {node.name} starts before {buffer.name}, of whose result it would take parts"
+            raise FzeroError("pass 'hpz'", problem, 'put it before="offload"')
         known = [x for x in buffer.users if ops.is_call(x, keep_part)]
         with program.graph.inserting_after(buffer):
             size = numel // mesh.size(axis)
@@ -45,5 +49,5 @@ def hpz(program: Program, *, axis: str = "local", strict: bool = True) -> Progra
     is_empty = bool(gathers) if program.is_body else not program.find(gather_parts)
     if strict and is_empty and len(first) == len(gathers):
         problem = f"finds {len(gathers)} gathers{' in a loop' * program.is_body}, and no bucket that is gathered twice"
-        raise FzeroError("pass 'hpz'", problem, "put it behind the pass release, at stage 3 and without fzero.scan")
+        raise FzeroError("pass 'hpz'", problem, 'put it before="offload", at stage 3 and without fzero.scan')
     return program

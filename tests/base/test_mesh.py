@@ -44,7 +44,7 @@ def test_state_along_two_axes_leaves_the_others_as_replicas() -> None:
 
 @pytest.mark.parametrize("sizes", [{"local": 2, "node": 2}, {"node": 2, "tp": 2, "local": 2}, {"node": 2, "tp": 2}])
 def test_axes_that_are_not_side_by_side_are_no_shard_axis(sizes: dict[str, int]) -> None:
-    with pytest.raises(FzeroError, match='or two neighbouring ones "node" and "local"'):
+    with pytest.raises(FzeroError, match='or two neighbouring ones "node" and "local", in this order'):
         VirtualMesh(**sizes).shard_axis  # noqa: B018
 
 

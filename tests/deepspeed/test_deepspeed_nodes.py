@@ -81,6 +81,7 @@ def test_gathers_inside_of_nodes_and_in_two_hops_train_as_one(monkeypatch: pytes
     for mesh, keys, rel in (
         (nodes, {"zero_hpz_partition_size": 2}, 1e-5),
         (nodes, {"zero_hpz_partition_size": 2, **int8}, 0.01),
+        (nodes, {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}, 1e-5),
         (VirtualMesh(replica=1, node=2, local=2), mics, 1e-5),
     ):
         engine = make_engine(PLAIN | SGD | {"zero_optimization": {"stage": 3, **keys}}, mesh=mesh)

@@ -27,6 +27,11 @@ longer_scatter = ops.define(
 bad_kind = ops.define(
     "mistakes_bad_kind", fake=lambda x: x.new_empty(()), kind=lambda walk, node: walk.of(node.args[5])
 )
+doubled_leaf = ops.define(  # with an argument behind those that `names` says
+    "mistakes_doubled_leaf", names="position", takes_buffers=True, kind=lambda walk, node: frozenset(),
+    fake=lambda buffer, bucket, leaves, position, shape, by: buffer.new_empty(shape),
+    perform=lambda program, node, rank: lambda buffer, bucket, leaves, position, shape, by: torch.full(shape, by),
+)  # fmt: skip
 
 
 def parts(program: Program) -> list[Any]:
@@ -218,3 +223,17 @@ def test_accumulate_of_a_gradient_is_named() -> None:
 
     with pytest.raises(FzeroError, match=r"^accumulate: the function returned a dict .*value_and_grad does .*\(sum"):
         fzero.accumulate(fzero.value_and_grad(loss), 2)(layers(1), torch.ones(4, 5))
+
+
+def test_an_operation_on_a_leaf_may_have_further_arguments() -> None:
+    def doubles(program: Program) -> Program:
+        program = program.copy()
+        for node in program.graph.find_nodes(op="call_function", target=ops.whole):
+            with program.graph.inserting_before(node):
+                program.substitute(node, program.emit(doubled_leaf, *node.args, 2.0))
+        return program
+
+    chosen = passes.insert(passes.defaults(stage=3), doubles, before="prefetch")
+    step = fzero.simulate(lambda p, x: (p, p["w"][0], (x @ p["w"]).sum()), MESH, passes=chosen)
+    _, row, total = step(fzero.partition({"w": torch.ones(4, 4)}, MESH), torch.ones(2, 4))
+    assert row.tolist() == [2.0] * 4 and total == 32  # the mean over ranks of one row each

@@ -232,6 +232,7 @@ RULES: dict[str, tuple[Any, str]] = {
     "no leaf": ({"ups": ("tp", 0)}, r"split 'ups': matches no leaf; near to it are up, "),
     "no axis": ({"up": ("pp", 0)}, "mesh axis 'pp': this mesh has"),
     "the shard axis": ({"up": ("fsdp", 0)}, r"split 'up': names 'fsdp', over which .* cuts all state already"),
+    "axes with a part of it": ({"up": (("tp", "fsdp"), 0)}, "split 'up': names 'fsdp', over which"),
     "no dim": ({"up": ("tp", 2)}, r"up: has the shape \[12, 4\], and is split along dim 2"),
     "no pair": ({"up": "tp"}, r"split 'up': is 'tp'; give \(axis, dim\)"),
     "no parts": ({"up": ("tp", 0, 0)}, "split 'up': has 0 parts"),

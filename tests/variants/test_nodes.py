@@ -90,7 +90,7 @@ def batch_of(number: int) -> Tensor:
 
 
 def with_pass(rewrite: Pass) -> tuple[Pass, ...]:
-    return passes.insert(passes.defaults(stage=3), rewrite, before="prefetch")
+    return passes.insert(passes.defaults(stage=3), rewrite, before="offload")
 
 
 def train(step: Any, mesh: Any, rows: slice) -> tuple[Any, Any]:
@@ -140,12 +140,27 @@ def trace(rewrite: Pass, mesh: VirtualMesh, stage: int = 3, before: str = "prefe
     return fzero.simulate(train_step, mesh, passes=chosen).trace(params, OPTIMIZER.init(params), batch_of(0))
 
 
+def test_a_gather_inside_of_a_node_is_made_once_and_of_state_on_the_host() -> None:
+    twice = trace(lambda program: hpz(hpz(program)), NODES, before="offload")
+    assert twice.lines() == trace(hpz, NODES, before="offload").lines()
+    found = []
+    for rewrite in (lambda program: program, hpz):
+        chosen = passes.insert(passes.defaults(stage=3), rewrite, before="offload")
+        step = fzero.simulate(lambda p, x: train_step(p, OPTIMIZER.init(p), x)[::2], NODES, passes=chosen)
+        params = fzero.partition(weights(), NODES, to=fzero.host())
+        moved = Counter(entry.axis for entry in step.program(params, batch_of(0)).comm() if entry.op == "all_gather")
+        assert (moved["local"] > 0) == (rewrite is hpz)
+        found.append(fzero.unpartition(step(params, batch_of(0))))
+    assert all(map(torch.equal, *map(tree.leaves, found)))
+
+
 def test_state_of_a_pass_differs_along_both_axes_or_neither() -> None:
     program = trace(mics, NODES)
     with pytest.raises(FzeroError, match=r"own: differs along \('node',\), and state lies along 'node.local'; add"):
         program.add_state("own", (3,), differs=("node",))
     _, own = program.add_state("own", (3,), differs=("node", "local"))
     assert own.meta["val"].shape == (3,)
+    assert program.add_state("own", (3,), differs=(NODES.shard_axis,))[1].meta["val"].shape == (3,)
 
 
 def test_files_of_a_checkpoint_lie_as_along_one_axis() -> None:
@@ -162,5 +177,9 @@ def test_what_a_pass_cannot_gather_otherwise_is_refused_by_name() -> None:
             trace(rewrite, VirtualMesh(replica=2, fsdp=2))
     with pytest.raises(FzeroError, match="pass 'hpz': finds 3 gathers, and no bucket that is gathered twice; put it"):
         trace(hpz, NODES, stage=2)
+    with pytest.raises(
+        FzeroError, match="pass 'hpz': finds that all_gather.* starts before .*; put it before=.offload"
+    ):
+        trace(hpz, NODES, before="verify")
     with pytest.raises(FzeroError, match="pass 'mics': finds 0 gathers over 'node.local' of .*; put it behind"):
         trace(mics, NODES, before="bucket")
