@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fzero
 
@@ -37,6 +38,8 @@ def test_the_topmost_section_is_of_the_version_of_the_source() -> None:
 
 
 def find_value(name: str) -> Any:
+    root, dot, rest = name.partition(".")
+    name = f"{api.RETURNED.get(root, root)}{dot}{rest}"
     value: Any = fzero
     for depth, part in enumerate(name.split(".")[1:], 1):
         if not hasattr(value, part):
@@ -46,19 +49,26 @@ def find_value(name: str) -> Any:
 
 
 def test_what_is_read_from_the_source_is_what_python_has(live: dict[str, str]) -> None:
-    """Each name is there, and the arguments of each function have these names, in this order."""
-    checked = 0
+    """Each name is there. Functions have these arguments in this order, and operations have these schemas."""
+    checked, schemas = 0, 0
     for name, rest in live.items():
-        is_field = rest.startswith(":")
-        if name.startswith(HEAVY) or is_field:
+        is_attribute = live.get(name.rpartition(".")[0], "").startswith("class") and not rest.startswith("(")
+        if name.startswith(HEAVY) or rest.startswith(":") or is_attribute:
             continue
         value = find_value(name)
+        if isinstance(value, torch._ops.OpOverload) and rest:
+            assert torch._C.parse_schema(value._schema.name + rest) == value._schema, name
+            schemas += 1
         if inspect.isfunction(value) and rest.startswith("("):
             listed = inspect.signature(eval(f"lambda {drop_annotations(rest)}: 0"))
             found = [each for each in inspect.signature(value).parameters if each not in ("self", "cls")]
             assert list(listed.parameters) == found, name
             checked += 1
-    assert checked > 200
+    assert checked > 250 and schemas > 15
+
+
+def test_every_class_of_results_is_listed(live: dict[str, str]) -> None:
+    assert {name for name in api.RESULTS if live.get(name) != "class"} == set()
 
 
 def drop_annotations(signature: str) -> str:
@@ -113,15 +123,130 @@ def test_a_default_that_is_a_constant_stands_with_its_value(live: dict[str, str]
     assert "fzero.variants.quantization.quantize" not in live and "fzero.variants.diloco.diloco" in live
 
 
+# what is read of a module
+
+MODULE = """
+import functools
+from functools import cached_property
+
+_NAMED = "str bucket, int leaf"
+SIZE = 4 << 20
+LIMIT: frozenset[str] = frozenset()
+
+
+class Base:
+    limit: int
+
+    def __getitem__(self, key: str) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+
+class C(Base):
+    limit = 3
+
+    def __init__(self, first: str, second: int | None = None, *, path: str, size: int = SIZE) -> None:
+        second = second or 1
+        self.first, self.second = first, second
+        self.path = self._path = path
+        self.known: list[int] = []
+        self.made = len(first)
+
+    @cached_property
+    def a(self) -> int: ...
+
+    @functools.cached_property
+    def b(self) -> int: ...
+
+    @property
+    def c(self) -> int: ...
+
+    @c.setter
+    def c(self, value: int) -> None: ...
+
+    def __call__(self, x: int) -> int: ...
+
+    @staticmethod
+    def of(x: int) -> int: ...
+
+    forward = __call__
+    d = c
+
+
+gather = register("gather(Tensor x, {}) -> Tensor".format("int leaf"))
+scatter = register("scatter(Tensor x, int leaf) -> Tensor", names="leaf")
+take: Any = register(f"take(Tensor x, {_NAMED}, " "int numel) -> Tensor")
+spread = register(Operation(name="spread"))
+logger = logging.getLogger("spread(ed)")
+"""
+LINES = """
+LIMIT
+SIZE = 4 << 20
+C class(first: str, second: int | None=None, *, path: str, size: int=4 << 20)
+C.__call__(x: int) -> int
+C.__getitem__(key: str) -> int
+C.a: int
+C.b: int
+C.c: int
+C.d: int
+C.first: str
+C.forward(x: int) -> int
+C.known: list[int]
+C.limit: int
+C.made
+C.of(x: int) -> int
+C.path: str
+C.second
+gather
+logger
+scatter(Tensor x, int leaf) -> Tensor
+spread
+take(Tensor x, str bucket, int leaf, int numel) -> Tensor
+"""
+
+
+def test_members_attributes_aliases_and_schemas_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_up.py").write_text(MODULE)
+    monkeypatch.setitem(api.MODULES, "fzero.made_up", tmp_path / "made_up.py")
+    names = [name for name in api.list_names("fzero.made_up") if name != "Base"]
+    lines = [line for name in names for line in api.describe(name, api.find("fzero.made_up", name)).items()]
+    assert sorted(api.render(dict(lines)).splitlines()) == sorted(LINES.split("\n")[1:-1])
+
+
+def test_modules_in_a_public_all_are_public(live: dict[str, str]) -> None:
+    assert live["fzero.deepspeed.Engine.forward"] == live["fzero.deepspeed.Engine.__call__"]
+    assert "fzero.deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint" in live
+    assert live["fzero.deepspeed.zero.GatheredParameters"].startswith("class(params: Any, ")
+
+
+def test_a_module_or_class_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "FAMILIES", ("fzero.optim.gone",))
+    with pytest.raises(
+        SystemExit, match=r"fzero.optim.gone is no module of fzero, and FAMILIES or .*: write its new name"
+    ):
+        api.list_surface()
+    monkeypatch.setattr(api, "FAMILIES", ())
+    monkeypatch.setattr(api, "RETURNED", {"Step": "fzero.transform.Gone"})
+    with pytest.raises(SystemExit, match=r"fzero.transform has no Gone: write the new name .* in RETURNED"):
+        api.list_surface()
+
+
+@pytest.mark.parametrize("heading", ["", "## 0.3.0", "## 0.3.0 (soon)", "## 0.3.0 unreleased"])
+def test_a_heading_that_cannot_be_read_is_named(heading: str) -> None:
+    older = "## 0.2.0 (2026-01-01)\n" if heading else ""
+    with pytest.raises(SystemExit, match=f"the heading {re.escape(repr(heading))}: write it as"):
+        api.read_section(f"# Changes\n\n{heading}\n\n* A.\n\n{older}")
+
+
 # releases
 
 SOURCE = '__version__ = "0.2.0"\n'
 NEEDS = "packaging and setuptools, of the extra dev, are not installed"
 
 
-def write_tree(folder: Path, changelog: str, project: str) -> None:
+def write_tree(folder: Path, changelog: str, project: str, readme: str = "[a](https://b.c/d.md) [e](#f)\n") -> None:
     (folder / "fzero").mkdir()
-    texts = {"CHANGELOG.md": changelog, "pyproject.toml": project, "fzero/__init__.py": SOURCE}
+    texts = {"CHANGELOG.md": changelog, "pyproject.toml": project, "fzero/__init__.py": SOURCE, "README.md": readme}
     for name, text in texts.items():
         (folder / name).write_text(text)
 
@@ -148,6 +273,19 @@ def test_a_release_names_what_is_missing(
     assert [each[: len(said)] for each, said in zip(found, missing, strict=True)] == missing
     api.LISTING.write_text("")
     assert "docs/api.txt is not that of the source: python tools/api.py --write" in release.find_obstacles(tmp_path)
+
+
+def test_a_release_names_relative_links_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = pytest.importorskip("release", reason=NEEDS)
+    write_tree(
+        tmp_path, "## 0.2.0 (2026-12-01)\n", "[project.urls]\na = 'b'\n", "[a](docs/a.md#b) ![c](d.png) [e](#f)\n"
+    )
+    monkeypatch.setattr(release, "run_git", lambda *arguments: "")
+    monkeypatch.setattr(api, "list_surface", dict)
+    monkeypatch.setattr(api, "LISTING", tmp_path / "api.txt")
+    api.LISTING.write_text("")
+    (found,) = release.find_obstacles(tmp_path)
+    assert found.startswith("README.md has 2 relative links, such as docs/a.md#b, which PyPI does not rewrite: write")
 
 
 def test_a_release_wants_a_clean_tree_and_a_new_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

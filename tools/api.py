@@ -25,15 +25,29 @@ LISTING = ROOT / "docs" / "api.txt"
 CHANGELOG = ROOT / "CHANGELOG.md"
 FAMILIES = ("fzero.optim.deepspeed", "fzero.optim.loss_scale")
 """Modules that are public although no `__all__` names them."""
-RETURNED = ("fzero.transform.Step", "fzero.simulation.Simulation", "fzero.report.Report")
-"""Classes that users meet as results only, of `shard`, `simulate` and `step.report`, and that no `__all__` names."""
+RETURNED = {
+    "Step": "fzero.transform.Step",
+    "Simulation": "fzero.simulation.Simulation",
+    "Report": "fzero.report.Report",
+}
+"""Classes of the results of `shard`, `simulate` and `step.report`, which no `__all__` names -> where they are. They are
+listed without their modules, which are not public."""
 RESULTS = {
     *RETURNED, "fzero.Program", "fzero.Sharded", "fzero.checkpoint.Checkpoint", "fzero.checkpoint.Saving",
-    "fzero.data.Loader", "fzero.deepspeed.Engine", "fzero.hf.Generator", "fzero.hf.Pretrained",
+    "fzero.data.Loader", "fzero.deepspeed.Engine", "fzero.deepspeed.accelerator.Accelerator", "fzero.hf.Generator",
+    "fzero.hf.Pretrained",
 }  # fmt: skip
 """Classes that functions of fzero construct, and users do not: their constructors may change."""
 GUESTS = ("fzero.hf.", "fzero.lightning.")
 """Classes here have the methods of the libraries that they extend, so only their constructors are listed."""
+HIDDEN = {
+    *("__init__", "__new__", "__init_subclass__", "__post_init__", "__getattr__", "__setattr__", "__dir__", "__del__"),
+    *("__repr__", "__str__", "__format__", "__eq__", "__hash__"),
+    *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    *("__slots__", "__torch_function__", "__torch_dispatch__"),
+}
+"""Special names that are not listed: they construct, describe, compare and copy an object, or are a protocol of torch.
+Others, such as `__call__` and `__getitem__`, are listed."""
 HEADS = {"added": "Added", "changed": "Changed", "removed": "Removed"}
 
 
@@ -63,6 +77,9 @@ class Found(NamedTuple):
 @functools.cache
 def definitions(module: str) -> dict[str, ast.stmt | Import]:
     """The names of a module at its top level, also those under `if` and `try`. The last definition counts."""
+    if module not in MODULES:
+        places = "FAMILIES or RETURNED of tools/api.py, or _ROOMS of fzero/__init__.py"
+        sys.exit(f"{module} is no module of fzero, and {places} names it: write its new name there")
     found: dict[str, ast.stmt | Import] = {}
     waiting: list[ast.stmt] = list(ast.parse(MODULES[module].read_text()).body)
     for node in waiting:
@@ -85,6 +102,8 @@ def definitions(module: str) -> dict[str, ast.stmt | Import]:
 def find(module: str, name: str) -> Found:
     """The definition of a module's name, through all imports."""
     known = definitions(module).get(name) if module in MODULES else None
+    if known is None and f"{module}.{name}" in MODULES:
+        return Found(f"{module}.{name}", "", None)
     if not isinstance(known, Import):
         return Found(module, name, known)
     inner = f"{known.origin}.{known.name}".rstrip(".")
@@ -101,16 +120,16 @@ def list_names(module: str) -> list[str]:
 
 
 def list_modules() -> Iterator[tuple[str, str]]:
-    """`(public name, module)` of every public module."""
-    yield "fzero", "fzero"
-    for name in list_names("fzero"):
-        module, _, node = find("fzero", name)
-        if node is None and module in MODULES:
-            yield f"fzero.{name}", module
+    """`(public name, module)` of every public module. The modules in an `__all__` are public."""
     rooms = definitions("fzero")["_ROOMS"]
     assert isinstance(rooms, ast.Assign)
-    yield from ((f"fzero.{name}", module) for name, module in ast.literal_eval(rooms.value).items())
-    yield from ((name, name) for name in FAMILIES)
+    waiting = [("fzero", "fzero")]
+    waiting += [(f"fzero.{name}", module) for name, module in ast.literal_eval(rooms.value).items()]
+    waiting += [(name, name) for name in FAMILIES]
+    for public, module in waiting:
+        yield public, module
+        inner = [(f"{public}.{name}", find(module, name)) for name in list_names(module)]
+        waiting += [(name, found.module) for name, found in inner if not found.name and found.module in MODULES]
 
 
 def list_variants() -> list[str]:
@@ -129,10 +148,17 @@ def list_surface() -> dict[str, str]:
     for public, module in list_modules():
         for name in list_names(module):
             surface |= describe(f"{public}.{name}", find(module, name))
-    for each in (*list_variants(), *RETURNED):
-        module, _, name = each.rpartition(".")
-        surface |= describe(each, find(module, name))
+    for public, place in ({each: each for each in list_variants()} | RETURNED).items():
+        surface |= describe(public, find_place(place))
     return dict(sorted(surface.items()))
+
+
+def find_place(place: str) -> Found:
+    """The definition at a place such as "fzero.transform.Step". There has to be one."""
+    module, _, name = place.rpartition(".")
+    if name not in definitions(module):
+        sys.exit(f"{module} has no {name}: write the new name of {place} in RETURNED of tools/api.py")
+    return find(module, name)
 
 
 def describe(public: str, found: Found) -> dict[str, str]:
@@ -144,9 +170,32 @@ def describe(public: str, found: Found) -> dict[str, str]:
             constructor = "" if public in RESULTS else render_constructor(found.module, cls)
             members = {} if public.startswith(GUESTS) else describe_members(public, found.module, cls)
             return {public: f"class{constructor}"} | members
-        case ast.Assign(value=value) if not isinstance(value, ast.Call):
+        case ast.Assign(value=ast.Call() as call) | ast.AnnAssign(value=ast.Call() as call):
+            return {public: read_schema(found.module, call)}
+        case ast.Assign(value=value):
             return {public: f" = {ast.unparse(value)}"}
+        case ast.AnnAssign(annotation=annotation):
+            return {public: f": {ast.unparse(annotation)}"}
     return {public: ""}
+
+
+def read_schema(module: str, call: ast.Call) -> str:
+    """`(Tensor x, str axis) -> Tensor` of a call that defines an operation by its schema, else nothing."""
+    text = read_text(module, call.args[0]) if call.args else ""
+    return text[text.index("(") :] if re.fullmatch(r"\w+\(.*\) -> .*", text) else ""
+
+
+def read_text(module: str, node: ast.expr) -> str:
+    """A string, with the strings of fzero that it names in braces. Anything else is empty."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(read_text(module, each) for each in values)
+        case ast.FormattedValue(value=ast.Name(id=name)):
+            origin, _, defined = find(module, name)
+            return read_text(origin, defined.value) if isinstance(defined, ast.Assign) else ""
+    return ""
 
 
 def list_bases(module: str, cls: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
@@ -163,22 +212,54 @@ def describe_members(public: str, module: str, cls: ast.ClassDef) -> dict[str, s
     """The lines of methods, properties and attributes, but for the fields that a constructor's line has."""
     members: dict[str, str] = {}
     for origin, base in list_bases(module, cls):
+        methods = {node.name: node for node in reversed(base.body) if isinstance(node, ast.FunctionDef)}
+        has_fields = public not in RESULTS and is_record(base)
         for node in base.body:
             match node:
-                case ast.FunctionDef(name=name) if is_public(name):
-                    lines = render_signature(origin, node, method=True)
-                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation) if is_public(name) and (
-                    public in RESULTS or not is_record(base)
-                ):
-                    lines = f": {ast.unparse(annotation)}"
+                case ast.FunctionDef(name="__init__"):
+                    found = list_attributes(node)
+                case ast.FunctionDef(name=name):
+                    found = [(name, render_signature(origin, node, method=True))]
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)) if other in methods:
+                    found = [(name, render_signature(origin, methods[other], method=True))]
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    found = [(name, "")]
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation) if not has_fields:
+                    found = [(name, f": {ast.unparse(annotation)}")]
                 case _:
                     continue
-            members.setdefault(f"{public}.{name}", lines)
+            for name, rest in found:
+                if is_public(name):
+                    members[f"{public}.{name}"] = members.get(f"{public}.{name}") or rest
     return members
 
 
+def list_attributes(init: ast.FunctionDef) -> list[tuple[str, str]]:
+    """The attributes that `__init__` sets, each with its annotation, or with that of the argument that it is set to."""
+    found: list[tuple[str, str]] = []
+    given = (*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs)
+    new = {node.id for node in ast.walk(init) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    annotations = {each.arg: each.annotation for each in given if each.arg not in new}
+    for node in ast.walk(init):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs = [(target, annotations.get(ast.unparse(value))) for target, value in zip(targets, values)]
+            case ast.Assign(targets=targets, value=value):
+                pairs = [(target, annotations.get(ast.unparse(value))) for target in targets]
+            case ast.AnnAssign(target=target, annotation=annotation):
+                pairs = [(target, annotation)]
+            case _:
+                continue
+        found += [
+            (target.attr, f": {ast.unparse(annotation)}" if annotation else "")
+            for target, annotation in pairs
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+        ]
+    return found
+
+
 def is_public(name: str) -> bool:
-    return not name.startswith("_") or name == "__call__"
+    return not name.startswith("_") or (name.startswith("__") and name not in HIDDEN)
 
 
 def render_constructor(module: str, cls: ast.ClassDef) -> str:
@@ -200,10 +281,11 @@ def is_record(cls: ast.ClassDef) -> bool:
 
 def render_signature(module: str, function: ast.FunctionDef, *, method: bool = False) -> str:
     """`(x: int, *, y: str = "a") -> bool`. A constant of fzero that is a default stands with its value."""
-    if any(ast.unparse(each) in ("property", "functools.cached_property") for each in function.decorator_list):
+    decorators = [ast.unparse(each).rpartition(".")[2] for each in function.decorator_list]
+    if "property" in decorators or "cached_property" in decorators:
         return f": {ast.unparse(function.returns) if function.returns else 'Any'}"
     arguments = copy.deepcopy(function.args)
-    if method and "staticmethod" not in map(ast.unparse, function.decorator_list):
+    if method and "staticmethod" not in decorators:
         del (arguments.posonlyargs or arguments.args)[:1]
     arguments.defaults = [resolve_default(module, each) for each in arguments.defaults]
     arguments.kw_defaults = [each and resolve_default(module, each) for each in arguments.kw_defaults]
@@ -214,7 +296,7 @@ def render_signature(module: str, function: ast.FunctionDef, *, method: bool = F
 def resolve_default(module: str, default: ast.expr) -> ast.expr:
     if isinstance(default, ast.Name):
         match find(module, default.id).node:
-            case ast.Assign(value=ast.Constant() as value):
+            case ast.Assign(value=value) if not any(isinstance(each, ast.Name | ast.Call) for each in ast.walk(value)):
                 return value
     return default
 
@@ -238,8 +320,14 @@ def compare(old: list[str], new: list[str]) -> dict[str, list[str]]:
 
 def read_section(changelog: str) -> tuple[str, str, str]:
     """The version, the date and the text of the topmost section. `## 0.2.0 (unreleased)` has no date."""
-    _, version, date, text = re.split(r"^## (\S+) \((\S+)\)\n", changelog, maxsplit=1, flags=re.MULTILINE)
-    return version, "" if date == "unreleased" else date, re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0]
+    _, *sections = re.split(r"^(?=## )", changelog, flags=re.MULTILINE)
+    heading, _, text = sections[0].partition("\n") if sections else ("", "", "")
+    found = re.fullmatch(r"## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)", heading)
+    if found is None:
+        way_out = 'write it as "## 0.2.0 (unreleased)" or "## 0.2.0 (2026-12-31)"'
+        sys.exit(f"CHANGELOG.md: the topmost section has the heading {heading!r}: {way_out}")
+    version, date = found.groups()
+    return version, "" if date == "unreleased" else date, text
 
 
 def find_unnamed(changes: dict[str, list[str]], changelog: str) -> list[str]:

@@ -84,11 +84,11 @@ def main() -> None:
     public = list_public()
     for module, names in public.items():
         without = [name for name in names if name not in used]
-        print(f"{module:24}{len(names) - len(without):4} of {len(names):3}")
+        print(f"{module:40}{len(names) - len(without):4} of {len(names):3}")
         if missing:
             print(*(f"    {name}" for name in without), sep="\n")
     names = {name for each in public.values() for name in each}
-    print(f"{'all':24}{len(names & used):4} of {len(names):3}")
+    print(f"{'all':40}{len(names & used):4} of {len(names):3}")
 
 
 if __name__ == "__main__":

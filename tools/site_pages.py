@@ -99,7 +99,8 @@ def find_outside(text: str, source: str) -> list[str]:
 
 
 def mend_links(text: str, source: str) -> str:
-    """A page's text with links to where the site has their targets. What leads nowhere is left to mkdocs to name."""
+    """Return a page's text whose links lead to their targets on the site. A link without a target stays as it is, and
+    mkdocs reports it."""
     start = posixpath.dirname(place_of(source)) or "."
 
     def mend(match: re.Match[str]) -> str:
@@ -118,8 +119,8 @@ def list_api_pages() -> dict[str, str]:
     for public, module in modules.items():
         names = {f"{public}.{name}": api.find(module, name) for name in api.list_names(module)}
         pages[public] = write_module_page(public, module, names)
-    pages["fzero"] += write_sections({name: api.find(*name.rsplit(".", 1)) for name in api.RETURNED})
-    variants = {name: api.find(*name.rsplit(".", 1)) for name in api.list_variants()}
+    pages["fzero"] += write_sections({name: api.find_place(place) for name, place in api.RETURNED.items()})
+    variants = {name: api.find_place(name) for name in api.list_variants()}
     return pages | {"fzero.variants": write_module_page("fzero.variants", "fzero.variants", variants)}
 
 
