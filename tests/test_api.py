@@ -150,7 +150,7 @@ class C(Base):
         self.first, self.second = first, second
         self.path = self._path = path
         self.known: list[int] = []
-        self.made = len(first)
+        self.made = self.__hidden = len(first)
 
     @cached_property
     def a(self) -> int: ...

@@ -102,7 +102,7 @@ def definitions(module: str) -> dict[str, ast.stmt | Import]:
 def find(module: str, name: str) -> Found:
     """The definition of a module's name, through all imports."""
     known = definitions(module).get(name) if module in MODULES else None
-    if known is None and f"{module}.{name}" in MODULES:
+    if known is None and f"{module}.{name}" in MODULES:  # imported where it is first used
         return Found(f"{module}.{name}", "", None)
     if not isinstance(known, Import):
         return Found(module, name, known)
@@ -259,7 +259,7 @@ def list_attributes(init: ast.FunctionDef) -> list[tuple[str, str]]:
 
 
 def is_public(name: str) -> bool:
-    return not name.startswith("_") or (name.startswith("__") and name not in HIDDEN)
+    return not name.startswith("_") or (name.endswith("__") and name not in HIDDEN)
 
 
 def render_constructor(module: str, cls: ast.ClassDef) -> str:
