@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import api
 from packaging.metadata import Metadata
 from try_wheel import PACKED, ROOT, build, try_wheel
 
+LINK = re.compile(r"\]\((?!\w+:|#)([^)]+)\)")
+"""A relative link of Markdown."""
 GENERATED = ("PKG-INFO", "setup.cfg")
 """What setuptools adds to an sdist, beside the folder fzero.egg-info."""
 
@@ -67,7 +70,10 @@ def find_obstacles(root: Path) -> Iterator[str]:
     if api.LISTING.read_text() != api.render(api.list_surface()):
         yield "docs/api.txt is not that of the source: python tools/api.py --write"
     if "urls" not in tomllib.loads((root / "pyproject.toml").read_text())["project"]:
-        yield "pyproject.toml has no [project.urls], and the README's links lead nowhere without the repository"
+        yield "pyproject.toml has no [project.urls]: the page on PyPI would have no link to the project"
+    if links := LINK.findall((root / "README.md").read_text()):
+        way_out = "which PyPI does not rewrite: write them with the project's address"
+        yield f"README.md has {len(links)} relative links, such as {links[0]}, {way_out}"
     if changed := run_git(root, "status", "--porcelain"):
         yield f"changes that are not committed: {', '.join(line[3:] for line in changed.splitlines()[:5])}"
     if run_git(root, "tag", "--list", f"v{stated}"):
