@@ -209,10 +209,10 @@ def test_one_text_serves_real_ranks_and_virtual_ones() -> None:
     assert run(2, on_real_ranks) == [[True] * 3] * 2
 
 
-def test_the_examples_of_budgets_say_what_the_page_says() -> None:
+def test_the_examples_of_budgets_say_what_the_page_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "budget.md").read_text()
     names, printed = dict[str, Any](), io.StringIO()
-    with contextlib.redirect_stdout(printed), torch.random.fork_rng():
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(printed), torch.random.fork_rng():  # it saves a plan
         for example in blocks(page, "python"):
             exec(compile(example, "docs/budget.md", "exec"), names)
     said = [line.strip() for line in printed.getvalue().splitlines()[1:9]]
