@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 import fzero
 from fzero.__main__ import main
-from fzero.planner.forecast import Forecast
+from fzero.planner.command import choose_rates
+from fzero.planner.forecast import Forecast, has_experts
 from fzero.planner.sweep import Candidate, list_meshes, rank_candidates
 from fzero.program.hardware import ATTAINED, HARDWARE
 
@@ -83,13 +85,39 @@ def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
     assert all(("fsdp" in row["moved"]) == (row["mesh"]["fsdp"] > 1) for row in rows), "one rank sends nothing"
 
 
-def test_a_sweep_says_what_does_not_fit(capsys: pytest.CaptureFixture[str], config: str) -> None:
+def test_a_sweep_says_what_does_not_fit(
+    capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (Path(config) / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
     given = ("--config", config, "--length", "8", "--sweep", "1", "--hardware", "h200")
     fits = plan(capsys, *given).splitlines()
     assert fits[0].startswith("1 x h200 with 131.3 GiB") and fits[2].startswith("fsdp=1 ") and len(fits) == 3
-    assert "least peak" in plan(capsys, *given, "--memory", "1KiB").splitlines()[2]
+    told, error = plan(capsys, *given, "--memory", "1KiB").splitlines()
+    assert "least peak" in told and "; " not in told
+    assert error.startswith("--sweep 1: plans no mesh; the first, fsdp=1: memory: is 1.0 KiB") and "; give at" in error
+    monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(nbytes=100_000))
+    (row,) = json.loads(plan(capsys, *given, "--memory", "1GiB", "--json"))
+    assert row["problem"] == "needs more memory" and not row["fits"], "a budget above the device's memory"
     assert "many" in plan(capsys, *given, "--html", "page.html")
+
+
+def test_a_mesh_of_a_sweep_takes_the_rates_of_its_axes(tmp_path: Path) -> None:
+    path, measured = tmp_path / "rates.json", HARDWARE["h200"].rates(fzero.VirtualMesh(fsdp=2, tp=2))
+    path.write_text(json.dumps(measured._asdict()))
+    rates_of = choose_rates(argparse.Namespace(rates=path, hardware="h200"))
+    assert rates_of(fzero.VirtualMesh(fsdp=2, tp=2)) == measured
+    assert rates_of(fzero.VirtualMesh(replica=2, fsdp=2)) == measured._replace(axes=measured.axes[:1])
+    path.write_text(json.dumps(measured._replace(axes=(("cp", 1e9),))._asdict()))
+    with pytest.raises(
+        fzero.FzeroError, match=r"has rates of \['cp'\], which are no axes; give those of replica, fsdp"
+    ):
+        choose_rates(argparse.Namespace(rates=path, hardware="h200"))
+
+
+def test_models_with_experts_are_known_by_each_name_of_their_number(config: str) -> None:
+    assert not has_experts(Path(config))
+    (Path(config) / "config.json").write_text(json.dumps({"model_type": "aria_text", "moe_num_experts": 4}))
+    assert has_experts(Path(config))
 
 
 def test_a_sweep_keeps_model_axes_inside_of_a_host() -> None:
@@ -130,6 +158,7 @@ def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
         (("--mesh", "fsdp=2", "--memory", "1KiB"), "least peak"),
         (("--mesh", "fsdp=2", "--rates", "/dev/null"), "/dev/null: has no rates"),
         (("--mesh", "fsdp=2", "--config", "/nowhere"), "is not there"),
+        (("--sweep", "1", "--microbatches", "3"), "fsdp=1: accumulate: batch: has 1 rows, which do not divide into 3"),
     ],
 )
 def test_what_cannot_be_planned_is_named(
@@ -138,3 +167,10 @@ def test_what_cannot_be_planned_is_named(
     given = options if "--config" in options else ("--config", config, *options)
     assert problem in plan(capsys, *given, "--length", "16")
     assert torch.get_default_device().type == "cpu"
+
+
+def test_a_wrong_option_of_a_sweep_is_named_once(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    (line,) = plan(capsys, "--config", config, "--sweep", "8", "--rates", "/nofile").splitlines()
+    assert line.startswith("/nofile: has no rates") and line.endswith(
+        "; write json.dumps(step.calibrate(...)._asdict()) to it"
+    )

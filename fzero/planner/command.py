@@ -6,13 +6,12 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, read_mesh
+from fzero.base.mesh import JOINT, VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.base.text_files import write_text
 from fzero.pages.page import draw_page
@@ -33,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", type=count, metavar="RANKS", help="rank the meshes of so many ranks; --batch is of a rank"
     )
     parser.add_argument("--hardware", choices=HARDWARE, default="h100-sxm", help="of which data sheets are known")
-    parser.add_argument("--rates", type=Path, help="a file of JSON with fields of fzero.Rates, such as measured ones")
+    parser.add_argument(
+        "--rates",
+        type=Path,
+        help="a file of JSON with fields of fzero.Rates, measured ones; in a sweep a mesh takes those of its axes",
+    )
     parser.add_argument("--batch", type=count, default=1, help="rows of each group of ranks that share examples")
     parser.add_argument("--length", type=count, default=4096, help="tokens of a row")
     parser.add_argument("--microbatches", type=count, default=1, help="parts of a batch, one after the other")
@@ -81,7 +84,7 @@ def print_plan(options: argparse.Namespace) -> None:
     for axis in mesh.names:
         if axis not in _AXES:
             raise FzeroError("--mesh", f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
-    rates = choose_rates(options, mesh)
+    rates = hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh.names)
     traced = forecast.trace_step(options.config, mesh, recipe, rates)
     found = forecast.summarize(traced)
     if options.html is not None:
@@ -93,17 +96,21 @@ def print_plan(options: argparse.Namespace) -> None:
 
 
 def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
-    """Print the meshes of so many ranks, the fastest that fits first. What is planned by now goes to stderr."""
+    """Print the meshes of so many ranks, the fastest that fits first. Each mesh goes to stderr once it is planned.
+
+    Raises:
+        FzeroError: for an option that no mesh can be planned with; for a sweep without a plan, after the table.
+    """
     from fzero.planner.sweep import rank_candidates, sweep_meshes
 
     if options.html is not None:
         raise FzeroError(
             "--html", "is a page of one plan, and --sweep makes many", "give --mesh in the place of --sweep"
         )
-    hardware, rates_of = HARDWARE[options.hardware], partial(choose_rates, options)
+    hardware, rates_of = HARDWARE[options.hardware], choose_rates(options)
     tried: list[Candidate] = []
     for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):
-        print(f"{candidate} parts={candidate.microbatches}: {candidate.problem or 'fits'}", file=sys.stderr, flush=True)
+        print(f"{candidate} parts={candidate.microbatches}: {candidate.remark or 'fits'}", file=sys.stderr, flush=True)
         tried.append(candidate)
     ranked = rank_candidates(tried)
     if options.json:
@@ -114,16 +121,28 @@ def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
         print(json.dumps(rows, indent=2))
     else:
         print("\n".join(tabulate(ranked, options)))
+    if all(candidate.found is None for candidate in tried):
+        raise FzeroError(f"--sweep {options.sweep}", f"plans no mesh; the first, {tried[0]}: {tried[0].problem}")
 
 
 def limit_of(options: argparse.Namespace) -> int:
-    """The bytes that a step may take: the budget, or else the memory of the device."""
-    return HARDWARE[options.hardware].nbytes if options.memory is None else parse_size("--memory", options.memory)
+    """The bytes that a step may take: the memory of the device, or a budget that is smaller."""
+    held = HARDWARE[options.hardware].nbytes
+    return held if options.memory is None else min(held, parse_size("--memory", options.memory))
 
 
-def choose_rates(options: argparse.Namespace, mesh: VirtualMesh) -> Rates:
-    """The rates of a file, or else those of data sheets."""
-    return HARDWARE[options.hardware].rates(mesh) if options.rates is None else read_file(options.rates, mesh)
+def choose_rates(options: argparse.Namespace) -> Callable[[VirtualMesh], Rates]:
+    """Mesh of a sweep -> its rates: those of data sheets, or of a file without the axes that the mesh does not have.
+
+    Raises:
+        FzeroError: as `read_file`, which is called here and not for each mesh.
+    """
+    from fzero.planner.sweep import AXES
+
+    if options.rates is None:
+        return HARDWARE[options.hardware].rates
+    rates = read_file(options.rates, AXES)
+    return lambda mesh: rates._replace(axes=tuple((axis, wire) for axis, wire in rates.axes if mesh.has(axis)))
 
 
 def to_dict(found: Forecast, hardware: Hardware) -> dict[str, Any]:
@@ -135,19 +154,19 @@ def to_dict(found: Forecast, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def read_file(path: Path, mesh: VirtualMesh) -> Rates:
+def read_file(path: Path, axes: Sequence[str]) -> Rates:
     """Rates from a file of JSON.
 
     Raises:
-        FzeroError: for a file that has no rates, or those of an axis that the mesh does not have.
+        FzeroError: for a file that has no rates, or those of an axis that is none of `axes`.
     """
     try:
         rates = read_rates(str(path), json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         way_out = "write json.dumps(step.calibrate(...)._asdict()) to it"
         raise FzeroError(str(path), f"has no rates: {error}", way_out) from error
-    if unknown := [axis for axis, _ in rates.axes if not mesh.has(axis)]:
-        raise FzeroError(str(path), f"has rates of {unknown}, and {mesh} has no such axis", "give those of this mesh")
+    if unknown := [axis for axis, _ in rates.axes if not set(axis.split(JOINT)) <= set(axes)]:
+        raise FzeroError(str(path), f"has rates of {unknown}, which are no axes", f"give those of {', '.join(axes)}")
     return rates
 
 
@@ -162,12 +181,12 @@ def tabulate(ranked: Sequence[Candidate], options: argparse.Namespace) -> list[s
     for candidate in ranked:
         start = f"{candidate!s:<28}{candidate.microbatches:>6}"
         if (found := candidate.found) is None:
-            lines.append(f"{start}  {candidate.problem}")
+            lines.append(f"{start}  {candidate.remark}")
             continue
         waiting, of_flops = (found.seconds - found.busy) / found.seconds, found.utilization(hardware)
         lines.append(
             f"{start}{format_size(found.peak):>12}{found.seconds:>10.3f}{waiting:>9.1%}{found.tokens_a_second:>10,.0f}"
-            f"{found.tokens / found.seconds:>14,.0f}{of_flops:>10.1%}  {candidate.problem}".rstrip()
+            f"{found.tokens / found.seconds:>14,.0f}{of_flops:>10.1%}  {candidate.remark}".rstrip()
         )
     return lines
 

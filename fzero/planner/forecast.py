@@ -112,10 +112,14 @@ def read_config(config: Path) -> Any:
         return AutoConfig.from_pretrained(config, local_files_only=True)
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names that configurations of transformers have for the number of experts of a layer."""
+
+
 def has_experts(config: Path) -> bool:
     """Whether the layers of a model have experts."""
     described = read_config(config).get_text_config()
-    return any(getattr(described, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any(getattr(described, name, None) for name in _EXPERTS)
 
 
 def make_model(config: Path, remat: str | None) -> Any:

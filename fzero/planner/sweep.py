@@ -15,9 +15,13 @@ from fzero.program.rates import Rates
 SHARED = ("tp", "ep")
 """The axes along which ranks share examples."""
 
+AXES = ("replica", "fsdp", *SHARED)
+"""The axes that the meshes of a sweep may have."""
+
 
 class Candidate(NamedTuple):
-    """A mesh, and the parts that a batch is taken in. `found` is None where the step is refused, for this `problem`."""
+    """A mesh, and the parts that a batch is taken in. `found` is None where the step is refused, with the error as its
+    `problem`."""
 
     mesh: VirtualMesh
     microbatches: int
@@ -26,6 +30,11 @@ class Candidate(NamedTuple):
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={self.mesh.size(axis)}" for axis in self.mesh.names)
+
+    @property
+    def remark(self) -> str:
+        """The problem on one line of a table, without the way out."""
+        return self.problem.partition("; ")[0]
 
 
 def count_sharing(mesh: VirtualMesh) -> int:
@@ -72,10 +81,10 @@ def sweep_meshes(
         try:
             found = summarize(trace_step(config, mesh, chosen, rates_of(mesh)))
         except FzeroError as error:
-            problem = str(error).partition("; ")[0]
-            if (mesh, problem) not in told:
-                yield candidate._replace(problem=problem)
-            told.add((mesh, problem))
+            refused = candidate._replace(problem=str(error))
+            if (mesh, refused.remark) not in told:
+                yield refused
+            told.add((mesh, refused.remark))
             continue
         yield candidate._replace(found=found, problem="" if found.peak <= limit else "needs more memory")
 
