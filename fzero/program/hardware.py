@@ -39,10 +39,12 @@ class Hardware(NamedTuple):
         return GUESSES["cuda"]._replace(flops=flops, memory=memory, wire=slowest, axes=tuple(axes))
 
 
+_HBM2E = "torchtitan's page of 2024-12; flops of the SXM data sheet: the page says less, at 500 W"
+
 HARDWARE = {
     "a100-sxm": Hardware(312e12, 80 * 10**9, 2.04e12, 300e9, 25e9, 8, "NVIDIA A100 80GB data sheet; one 200 Gb/s port"),
     "h100-sxm": Hardware(989e12, 80 * 10**9, 3.35e12, 450e9, 50e9, 8, "NVIDIA H100 data sheet; one 400 Gb/s port"),
-    "h100-hbm2e": Hardware(989e12, 96 * 10**9, 2.4e12, 450e9, 50e9, 8, "H100 of 96 GB, torchtitan's page of 2024-12"),
+    "h100-hbm2e": Hardware(989e12, 96 * 10**9, 2.4e12, 450e9, 50e9, 8, _HBM2E),
     "h200": Hardware(989e12, 141 * 10**9, 4.8e12, 450e9, 50e9, 8, "NVIDIA H200 data sheet; one 400 Gb/s port"),
     "b200": Hardware(2250e12, 180 * 10**9, 8.0e12, 900e9, 50e9, 8, "NVIDIA DGX B200 data sheet; one 400 Gb/s port"),
     "mi300x": Hardware(1307e12, 192 * 10**9, 5.3e12, 448e9, 50e9, 8, "AMD MI300X data sheet; one 400 Gb/s port"),
