@@ -206,6 +206,8 @@ def main() -> None:
         return write_table(json.loads(flags.table.read_text()))
     text, runs = corpus.stdlib(), dict[str, dict[str, Any]]()
     print(f"{'seed':<6}{'':<44}{'loss':>10}{'gap':>10}{'held out':>10}{'gap':>10}   KiB a step")
+    options = {key: value for key, value in vars(flags).items() if key not in ("json", "table")}
+    known = options | machine()  # before a file is written that makes the checkout another one than the commit
     for seed in flags.seeds:
         exact: Outcome | None = None
         for name, variant in VARIANTS.items():
@@ -219,8 +221,7 @@ def main() -> None:
             print(f"{seed:<6}{name:<44}{figures}   {show(found.exact)} -> {show(found.moved)}", flush=True)
             runs.setdefault(str(seed), {})[name] = {"loss": found.loss, **found._asdict()}
             if flags.json:  # as far as it came
-                options = {key: value for key, value in vars(flags).items() if key not in ("json", "table")}
-                flags.json.write_text(json.dumps(options | machine() | {"runs": runs}, indent=1) + "\n")
+                flags.json.write_text(json.dumps(known | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

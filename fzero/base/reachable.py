@@ -121,7 +121,7 @@ def _is_of_no_one(value: Any) -> bool:
     """Whether an object is of a class whose objects hold nothing of the user's."""
     if isinstance(value, type):
         return _is_of_library(value.__module__)
-    return _is_class_of_no_one(type(value))  # type: ignore[arg-type]  # classes are hashable
+    return _is_class_of_no_one(type(value))  # type: ignore[arg-type]  # a class is taken for unhashable
 
 
 @functools.lru_cache(1 << 12)
@@ -154,7 +154,7 @@ _FUNCTIONS = (MethodType, functools.partial, staticmethod, classmethod, functool
 
 def list_contents(name: str, value: Any) -> Iterable[_Named]:
     """`(name, object)` of what an object holds itself."""
-    return _find_lister(type(value))(name, value)  # type: ignore[arg-type]  # classes are hashable
+    return _find_lister(type(value))(name, value)  # type: ignore[arg-type]  # a class is taken for unhashable
 
 
 @functools.lru_cache(1 << 12)
