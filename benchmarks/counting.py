@@ -1,52 +1,18 @@
-"""Counts what a step really hands to its transports, beside what its program says of its collectives."""
+"""Counts what a step really exchanges, beside what its program says of its collectives."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 from runs import Plan
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from training import Batch, Contender
 
-from fzero.layout.layout import Wire
+from fzero.ranks.exchanges import Exchange
 from fzero.ranks.live import live
-from fzero.ranks.members import Attempt
-from fzero.ranks.transports import Pending, Splits, Transport
-
-
-class Counting:
-    """A `Transport` that counts the calls of another and the bytes that they move, and is otherwise like it."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
-        self.calls: Counter[str] = Counter()
-        self.nbytes: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def all_gather(self, block: Tensor, attempt: Attempt, into: Tensor | None = None) -> Pending:
-        self._add("all_gather", block.nbytes * self.inner.world)
-        return self.inner.all_gather(block, attempt, into)
-
-    def reduce_scatter(self, fulls: Sequence[Tensor], wire: Wire, attempt: Attempt) -> Pending:
-        self._add("reduce_scatter", wire.sent * fulls[0].element_size())
-        return self.inner.reduce_scatter(fulls, wire, attempt)
-
-    def all_to_all(self, blocks: Tensor, attempt: Attempt, splits: Splits) -> Pending:
-        self._add("all_to_all", blocks.nbytes)
-        return self.inner.all_to_all(blocks, attempt, splits)
-
-    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
-        self._add("all_reduce", x.nbytes)
-        return self.inner.all_reduce(x, op, attempt)
-
-    def _add(self, op: str, nbytes: int) -> None:
-        self.calls[op] += 1
-        self.nbytes[op] += nbytes
+from fzero.ranks.transports import Pending
 
 
 def count(contender: Contender, plan: Plan, batch: Batch, mesh: DeviceMesh) -> dict[str, Any]:
@@ -54,14 +20,18 @@ def count(contender: Contender, plan: Plan, batch: Batch, mesh: DeviceMesh) -> d
     assert contender.program is not None  # nobody else says before
     predicted: dict[str, list[int]] = {}
     for entry in contender.program(batch).comm():
-        calls, nbytes = predicted.get(entry.op, (0, 0))
-        predicted[entry.op] = [calls + 1, nbytes + entry.nbytes]
-    transports = live(mesh).transports
-    (axis,) = transports
-    counting = Counting(transports[axis])
-    transports[axis] = counting
-    for _ in range(plan.steps):
-        contender.step(batch)
-    transports[axis] = counting.inner
-    counted = {op: [counting.calls[op] / plan.steps, counting.nbytes[op] / plan.steps] for op in counting.calls}
-    return {"predicted": predicted, "counted": counted}
+        before = predicted.get(entry.op, (0, 0))
+        predicted[entry.op] = [before[0] + 1, before[1] + entry.nbytes]
+    on, calls, nbytes = live(mesh), Counter[str](), Counter[str]()
+    begin = on.begin
+
+    def begin_and_count(exchange: Exchange) -> Pending:
+        value, numel = exchange.measure(on.mesh.size(exchange.axis))
+        calls[exchange.name] += 1
+        nbytes[exchange.name] += numel * value.element_size()
+        return begin(exchange)
+
+    with mock.patch.object(on, "begin", begin_and_count):
+        for _ in range(plan.steps):
+            contender.step(batch)
+    return {"predicted": predicted, "counted": {op: [calls[op] / plan.steps, nbytes[op] / plan.steps] for op in calls}}

@@ -35,7 +35,6 @@ from fzero.program.rates import bus_bytes
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter
 from fzero.ranks.live import Live, live
 from fzero.ranks.objects import gather_objects
-from fzero.ranks.transports import Transport
 from fzero.state.partition import partition
 
 TESTED = (2, 11), (2, 15)
@@ -235,9 +234,9 @@ def time_exchange(on: Live, make: Callable[[int], Exchange], check: Check, secon
         is_right = is_right and check(result)
         medians.append(sorted(times)[len(times) // 2])
     is_right = not on.find_largest(int(not is_right), "the doctor's values")
-    name, given, count = exchange.measure(on.mesh.size(exchange.axis))
-    sent = bus_bytes(Comm(name, exchange.axis, None, given.dtype, count * given.element_size()), on.mesh)
-    return Timing(name, is_right, medians[0], sent / medians[1])
+    given, count = exchange.measure(on.mesh.size(exchange.axis))
+    sent = bus_bytes(Comm(exchange.name, exchange.axis, None, given.dtype, count * given.element_size()), on.mesh)
+    return Timing(exchange.name, is_right, medians[0], sent / medians[1])
 
 
 def compare_versions(everyone: Sequence[Facts]) -> Iterator[str]:
@@ -265,7 +264,7 @@ def _name_ranks(everyone: Sequence[tuple[str, Facts]]) -> str:
 
 
 def _format_axis(axis: str, on: Live, timings: Sequence[Timing]) -> list[str]:
-    transport: Transport = on.transports[axis]
+    transport = on.transports[axis]
     way = _WAYS.get(type(transport).__name__, type(transport).__name__)
     head = f"axis {axis}: {on.mesh.size(axis)} ranks, {way}"
     small, large = (f"{x >> 10} KiB" if x < 1 << 20 else f"{x >> 20} MiB" for x in (SMALL, LARGE))

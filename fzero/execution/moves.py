@@ -143,9 +143,9 @@ def _list_exchange(asked: Exchange, world: int) -> Comm | None:
     """An exchange as `moves` lists it; None for one of a user's own class."""
     if not isinstance(asked, (AllGather, AllReduce, AllToAll, ReduceScatter)):
         return None
-    name, value, numel = asked.measure(world)
+    value, numel = asked.measure(world)
     dtype = sum_dtype(value) if isinstance(asked, (AllReduce, ReduceScatter)) else value.dtype
-    return Comm(name, asked.axis, None, dtype, numel * dtype.itemsize)
+    return Comm(asked.name, asked.axis, None, dtype, numel * dtype.itemsize)
 
 
 def _format_comm(entry: Comm) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.link import Link
 from fzero.ranks.members import Attempt
-from fzero.ranks.transports import Pending, Splits, Transport
+from fzero.ranks.transports import Alone, Pending, Splits, Transport
 from fzero.ranks.transports.reduction import reduce
 
 
@@ -51,9 +51,12 @@ class Rank(Protocol):
 class Exchange(Protocol):
     """What one rank gives to the ranks along a mesh axis."""
 
+    name: ClassVar[str]
+    """The name of the collective, as programs list it."""
+
     @property
     def what(self) -> str:
-        """The name of it in errors: "all_gather of layers.0"."""
+        """What it is in errors: "all_gather of layers.0"."""
 
     @property
     def axis(self) -> str:
@@ -69,8 +72,8 @@ class Exchange(Protocol):
     def join(self, row: Sequence[Any]) -> list[Tensor]:
         """What each rank of a row gets, of the exchanges that all of them ask for."""
 
-    def measure(self, world: int) -> tuple[str, Tensor, int]:
-        """The name of the collective, a tensor of its dtype, and the elements of the parts of all ranks together."""
+    def measure(self, world: int) -> tuple[Tensor, int]:
+        """A tensor of its dtype, and the elements of the parts of all ranks together."""
 
 
 Steps = Generator[Exchange, Tensor, Any]
@@ -87,6 +90,7 @@ class AllGather:
     block: Tensor
     into: Tensor | None = None
     slices: Sequence[Tensor] = ()
+    name: ClassVar[str] = "all_gather"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -95,8 +99,8 @@ class AllGather:
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return transport.all_gather(self.block, attempt, self.into)
 
-    def measure(self, world: int) -> tuple[str, Tensor, int]:
-        return "all_gather", self.block, world * self.block.numel()
+    def measure(self, world: int) -> tuple[Tensor, int]:
+        return self.block, world * self.block.numel()
 
     def join(self, row: Sequence[AllGather]) -> list[Tensor]:
         if len(row) == 1:
@@ -113,6 +117,7 @@ class ReduceScatter:
     axis: str
     fulls: Sequence[Tensor]
     wire: Wire
+    name: ClassVar[str] = "reduce_scatter"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -121,8 +126,8 @@ class ReduceScatter:
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return transport.reduce_scatter(self.fulls, self.wire, attempt)
 
-    def measure(self, world: int) -> tuple[str, Tensor, int]:
-        return "reduce_scatter", self.fulls[0], self.wire.sent
+    def measure(self, world: int) -> tuple[Tensor, int]:
+        return self.fulls[0], self.wire.sent
 
     def join(self, row: Sequence[ReduceScatter]) -> list[Tensor]:
         blocks = [buffers.blocks_of(each.fulls, self.wire) for each in row]
@@ -139,6 +144,7 @@ class AllReduce:
     axis: str
     value: Tensor
     op: str
+    name: ClassVar[str] = "all_reduce"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -147,10 +153,12 @@ class AllReduce:
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return Pending(attempt, [], functools.partial(transport.all_reduce, self.value, self.op, attempt))
 
-    def measure(self, world: int) -> tuple[str, Tensor, int]:
-        return "all_reduce", self.value, self.value.numel()
+    def measure(self, world: int) -> tuple[Tensor, int]:
+        return self.value, self.value.numel()
 
     def join(self, row: Sequence[AllReduce]) -> list[Tensor]:
+        if len(row) == 1:
+            return [self.value.clone()]
         total = reduce([each.value for each in row], self.op)
         return [total.clone() for _ in row]
 
@@ -167,6 +175,7 @@ class AllToAll:
     axis: str
     blocks: Tensor
     splits: tuple[Sequence[int], Sequence[int]] | None = None
+    name: ClassVar[str] = "all_to_all"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -175,8 +184,8 @@ class AllToAll:
     def start(self, transport: Transport, attempt: Attempt) -> Pending:
         return transport.all_to_all(self.blocks, attempt, self.split(transport.world))
 
-    def measure(self, world: int) -> tuple[str, Tensor, int]:
-        return "all_to_all", self.blocks, self.blocks.numel()
+    def measure(self, world: int) -> tuple[Tensor, int]:
+        return self.blocks, self.blocks.numel()
 
     def join(self, row: Sequence[AllToAll]) -> list[Tensor]:
         rows = [each.blocks.reshape(-1).split(list(each.split(len(row)).given)) for each in row]
@@ -200,7 +209,7 @@ def gather_leaves(
     slices: Sequence[Tensor], along: Wire, rank: int, axis: str, dtype: torch.dtype | None = None
 ) -> Steps:
     """This rank's slices of the leaves of a wire, cast to a `dtype` that is given -> their buffer [N * S]."""
-    what = f"all_gather of {along.layout.bucket}"
+    what = f"{AllGather.name} of {along.layout.bucket}"
     block = None if dtype else buffers.view_of(slices, along, rank)
     if block is not None:
         return (yield AllGather(what, axis, block, slices=slices))
@@ -221,17 +230,25 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) 
     bucket, mesh = along.layout.bucket, along.layout.mesh
     if mesh.size() == 1:
         return [buffers.flatten(full) for full in fulls]
-    asked = [ReduceScatter(f"reduce_scatter of {bucket}", mesh.shard_axis, fulls, along)]
+    asked = [ReduceScatter(f"{ReduceScatter.name} of {bucket}", mesh.shard_axis, fulls, along)]
     is_leaf = len(fulls) == 1 and mesh.size(mesh.shard_axis) == 1  # a rank alone receives the memory that it sends
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
     axes = [axis for axis in along.layout.replica_axes if mesh.size(axis) > 1] if replicas else ()
     if axes:
         over = mesh.join(axes)
-        block = yield AllReduce(f"all_reduce of {bucket} over {over}", over, block, "avg")
+        block = yield AllReduce(f"{AllReduce.name} of {bucket} over {over}", over, block, "avg")
     if along.layout.splits == 1:
         return block
     return block / along.layout.splits if is_leaf and not axes else block.div_(along.layout.splits)
+
+
+def begin(exchange: Exchange, transport: Transport | Alone, attempt: Attempt) -> Pending:
+    """Start an exchange on one rank of a live mesh. A rank alone gets what it gives."""
+    if isinstance(transport, Alone):
+        (result,) = exchange.join([exchange])
+        return Pending(attempt, [], lambda: result)
+    return exchange.start(transport, attempt)
 
 
 def complete(steps: Steps, answer: Tensor | None, begin: Callable[[Exchange], Pending]) -> Any:

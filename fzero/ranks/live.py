@@ -15,11 +15,11 @@ from fzero.files import load
 from fzero.layout.layout import Layout
 from fzero.ranks.agreement import meet
 from fzero.ranks.calls import EagerCall
-from fzero.ranks.exchanges import AllGather, Exchange
+from fzero.ranks.exchanges import AllGather, Exchange, begin
 from fzero.ranks.link import link_of
 from fzero.ranks.members import Members
 from fzero.ranks.ranks import Ranks
-from fzero.ranks.transports import Pending, Transport, choose_transport
+from fzero.ranks.transports import Alone, Pending, Transport, choose_transport
 from fzero.ranks.virtual import virtual
 
 
@@ -53,19 +53,19 @@ class Live(Ranks):
         self.rank = self._sharding.rank
 
     @property
-    def _sharding(self) -> Transport:
+    def _sharding(self) -> Transport | Alone:
         """The transport of the shard axis."""
         return self.transports[self.mesh.shard_axis]
 
     def begin(self, exchange: Exchange) -> Pending:
         """Start an exchange, by the transport of its axis."""
         attempt = self.members.begin(exchange.what)
-        return exchange.start(self.transports.get(exchange.axis) or self._join(exchange.axis), attempt)
+        return begin(exchange, self.transports.get(exchange.axis) or self._join(exchange.axis), attempt)
 
     def along(self, axis: str) -> int:
         return self.mesh.position(self.number, axis)
 
-    def _join(self, axis: str) -> Transport:
+    def _join(self, axis: str) -> Transport | Alone:
         """Make the transport of several axes together. All ranks run one program, so all make it here."""
         row = next(row for row in self.mesh.rows(axis) if self.number in row)
         sizes = [self.mesh.size(name) for name in self.mesh.split(axis)]

@@ -19,7 +19,7 @@ from fzero.files import load
 from fzero.files.memory import new_buffer
 from fzero.layout.layout import Layout
 from fzero.ranks.calls import EagerCall
-from fzero.ranks.exchanges import Exchange
+from fzero.ranks.exchanges import Exchange, begin
 from fzero.ranks.members import Members
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.transports import Alone, Pending
@@ -57,7 +57,7 @@ class Virtual(Ranks):
         if self.mesh.size() > 1:
             problem = f"communicates outside of a step, where one process has all ranks of {self.mesh}"
             raise FzeroError(exchange.what, problem, "give of_all=, what it does to the values of all ranks")
-        return exchange.start(Alone(), self.members.begin(exchange.what))
+        return begin(exchange, Alone(), self.members.begin(exchange.what))
 
     def gather_pieces(self, pieces: Sequence[Tensor], what: str, where: str) -> Tensor:
         whole = new_buffer(sum(piece.numel() for piece in pieces), torch.uint8, pieces[0].device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.base.errors import FzeroError
-from fzero.ranks.exchanges import AllToAll
+from fzero.ranks.exchanges import AllToAll, begin
 from fzero.ranks.live import live
 from fzero.ranks.transports import Alone, Native, Pending, PointToPoint, SameHost, Splits, Transport
 
@@ -195,7 +195,7 @@ class Nobody:
 
 def test_one_rank_alone_gets_what_it_gives_in_new_memory() -> None:
     given = blocks_of(0, 1, 7, torch.float32)
-    found = Alone().all_to_all(given, Nobody(), Splits.equal(7, 1)).wait()  # type: ignore[arg-type]
+    found = begin(AllToAll("all_to_all", "fsdp", given), Alone(), Nobody()).wait()  # type: ignore[arg-type]
     assert are_same_bits(found, given) and found.data_ptr() != given.data_ptr()
 
 

@@ -8,17 +8,16 @@ the same run after run. Every call to torch for a collective stands in a `with` 
 import torch.distributed as dist
 
 from fzero.ranks.members import Members
-from fzero.ranks.transports.alone import Alone
 from fzero.ranks.transports.board import share_board
 from fzero.ranks.transports.native import Native
-from fzero.ranks.transports.pending import Pending, Splits, Transport
+from fzero.ranks.transports.pending import Alone, Pending, Splits, Transport
 from fzero.ranks.transports.point_to_point import PointToPoint
 from fzero.ranks.transports.same_host import SameHost, are_cores_spare
 
 __all__ = ["Alone", "Native", "Pending", "PointToPoint", "SameHost", "Splits", "Transport", "choose_transport"]
 
 
-def choose_transport(group: dist.ProcessGroup, device: str, members: Members) -> Transport:
+def choose_transport(group: dist.ProcessGroup, device: str, members: Members) -> Transport | Alone:
     """Make the transport for a process group whose tensors are on this type of device. All ranks of the group call.
 
     A transport on gloo waits for a rank no longer than the timeout of `members`; other backends have their own timeout.
