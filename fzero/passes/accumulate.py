@@ -18,8 +18,9 @@ from fzero.program.inference import infer
 from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
+from fzero.program.ops.reductions import mean_over
 from fzero.program.program import Argument, Program, Result
-from fzero.program.records import find_loops, is_call, storage
+from fzero.program.records import find_loops, is_call, mean_of, storage
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -172,7 +173,7 @@ def _average(program: Program, total: Node, leaf: str, axes: Sequence[str]) -> N
     """Replace a sum of gradients of a leaf by its mean over some axes."""
     users = list(total.users)
     with program.graph.inserting_before(total.next):
-        mean = program.emit(ops.all_reduce, total, "avg", program.mesh.join(axes), leaf=leaf)
+        mean = mean_over(program, total, axes, leaf)
     for user in users:
         user.replace_input_with(total, mean)
 
@@ -221,18 +222,13 @@ def _find_sum(body: Program, new: Node | None, old: Any, added: Any) -> _Sum | N
     if at >= len(returned) or returned[at] is not new or len(old.users) > 1 or len(new.users) > 1:
         return None
     means = list[Node]()
-    while len(added.users) == 1 and (is_call(added, _aten._to_copy.default) or _is_mean(added)):
-        if _is_mean(added):
+    while len(added.users) == 1 and (is_call(added, _aten._to_copy.default) or mean_of(body, added) is not None):
+        if mean_of(body, added) is not None:
             means.insert(0, added)
         elif means:
             return None  # a cast between means
         added = operand_of(added)
     return _Sum(at, added, means, new.meta["val"].dtype) if means else None
-
-
-def _is_mean(node: Node) -> bool:
-    """Whether a node takes the mean of a gradient over ranks."""
-    return is_call(node, ops.scatter) or (is_call(node, ops.all_reduce) and bool(node.kwargs.get("leaf")))
 
 
 def _add_gradient(body: Program, each: _Sum) -> Node:

@@ -22,7 +22,7 @@ from fzero.program import ops
 from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call, storage
+from fzero.program.records import is_call, record, storage
 
 
 def bucket(program: Program) -> Program:
@@ -43,12 +43,12 @@ def bucket(program: Program) -> Program:
     _merge_repeats(program)
     behind = find_dependences(find_mutable(program.graph))
     for members in _group_moves(program, ops.gather, behind):
-        _move_together(program, members, ops.all_gather, ops.whole, behind)
+        _move_together(program, members, behind)
     held = find_mutable(program.graph)
     restore_order(program.graph, held)  # an all-gather stands behind its last operand, and so maybe behind a leaf's use
     behind = find_dependences(held)
     for members in _group_moves(program, ops.scatter, behind):
-        _move_together(program, members, ops.reduce_scatter, ops.part, behind)
+        _move_together(program, members, behind)
     _cast_blocks(program)
     sink_gathers(program.graph)
     return program
@@ -100,22 +100,21 @@ def _find_tree(program: Program, node: Node, path: dict[Node, str]) -> tuple[str
     return tuple(given)
 
 
-def _move_together(
-    program: Program, members: list[Node], start: Any, take: Any, behind: Mapping[Node, list[Node]]
-) -> None:
-    """Replace `members` by one collective `start`, a wait, and a `take` for each member, behind the last operand. A
-    member that must stay `behind` a write into its operand takes the collective behind the write."""
+def _move_together(program: Program, members: list[Node], behind: Mapping[Node, list[Node]]) -> None:
+    """Replace `members` by one collective, a wait, and for each member a node that takes its leaf, behind the last
+    operand. A member that must stay `behind` a write into its operand takes the collective behind the write."""
+    start = record(members[0]).together
     moves = [LeafMove(*node.args) for node in members]
     name, values, leaves = moves[0].bucket, [move.value for move in moves], [move.leaf for move in moves]
     sent = wire(program.layouts[name], tuple(leaves))
     written = [write for node in members for write in behind.get(node, ())]
-    size, how = (sent.numel, {}) if start is ops.all_gather else (sent.stride, members[0].kwargs)
-    if start is ops.all_gather:
-        values, how = _skip_casts(values)
+    size, how = sent.stride, members[0].kwargs
+    if record(start).starts == "gathered":
+        size, (values, how) = sent.numel, _skip_casts(values)
     with program.graph.inserting_before(max([*values, *written]).next):
         pending = program.emit(start, values, name, leaves, size, **how)
         buffer = program.emit(ops.wait, pending)
-        taken = [program.emit(take, buffer, name, leaves, i, move.size) for i, move in enumerate(moves)]
+        taken = [program.emit(record(start).taken, buffer, name, leaves, i, move.size) for i, move in enumerate(moves)]
     program.substitute_all(dict(zip(members, taken)))
 
 
@@ -123,7 +122,7 @@ def _cast_blocks(program: Program) -> None:
     """Cast each scattered block as one where the step casts every slice of the block to one dtype, has no other use of
     the slices, and writes into none of them."""
     changed = find_changes(program.graph)
-    for start in program.graph.find_nodes(op="call_function", target=ops.reduce_scatter):
+    for start in program.graph.find_nodes(op="call_function", target=record(ops.scatter).together):
         (block,) = start.users
         casts = [user for part in block.users for user in part.users]
         if not all(map(is_cast, casts)) or changed & set(map(storage, (block, *casts))):

@@ -9,10 +9,10 @@ import torch
 
 from fzero.passes.order import find_changes
 from fzero.program import ops
-from fzero.program.arguments import LeafMove, operand_of
+from fzero.program.arguments import operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
-from fzero.program.records import is_call, storage
+from fzero.program.records import find_calls, is_call, mean_of, storage
 
 _to_copy = torch.ops.aten._to_copy.default
 
@@ -31,28 +31,15 @@ def cast_gradients(program: Program, *, dtype: torch.dtype | None = None) -> Pro
     if dtype is None and not program.reduce_dtypes:
         return program
     program = program.copy()
-    means = program.graph.find_nodes(op="call_function", target=ops.scatter)
-    means += program.graph.find_nodes(op="call_function", target=ops.all_reduce)
     changed = find_changes(program.graph)
-    for node in reversed(means):  # the mean over a later axis first: its cast is then a user of the earlier mean
-        to = program.reduce_dtypes.get(_find_leaf(program, node), dtype)
-        if to is not None and _is_mean_of_gradient(node):
+    means = find_calls(program.graph, lambda known: known.mean_of is not None)
+    for node in reversed(means):  # of means over two axes the later first: its cast uses the earlier mean
+        leaf, value = mean_of(program, node), node.meta["val"]
+        to = None if leaf is None else program.reduce_dtypes.get(leaf, dtype)
+        if to is not None and value.is_floating_point() and (value.ndim > 0 or is_call(node, ops.scatter)):
             _cast_mean(program, node, to, changed)
     program.graph.eliminate_dead_code()
     return program
-
-
-def _is_mean_of_gradient(node: Node) -> bool:
-    value = node.meta["val"]
-    is_marked = is_call(node, ops.scatter) or (bool(node.kwargs.get("leaf")) and value.ndim > 0)
-    return is_marked and value.is_floating_point()
-
-
-def _find_leaf(program: Program, node: Node) -> str:
-    """The path of the leaf whose gradient a node takes the mean of."""
-    if is_call(node, ops.scatter):
-        return program.layout_of(node).leaves[LeafMove(*node.args).leaf].path
-    return str(node.kwargs.get("leaf", ""))
 
 
 def _cast_mean(program: Program, node: Node, dtype: torch.dtype, changed: Container[Any]) -> None:

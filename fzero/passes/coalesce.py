@@ -6,10 +6,10 @@ import operator
 from typing import Any
 
 from fzero.passes.order import count_depths, find_dependences, find_mutable, restore_order
-from fzero.program import ops
-from fzero.program.arguments import Reduction
+from fzero.program.arguments import operand_of
 from fzero.program.operation import Node
 from fzero.program.program import Program
+from fzero.program.records import find_calls, record
 
 
 def coalesce(program: Program) -> Program:
@@ -20,27 +20,34 @@ def coalesce(program: Program) -> Program:
     that the step overwrites stay as they are. Same results, bit for bit where the backend reduces elements alike at
     all positions; with two ranks every backend does.
     """
-    if len(program.graph.find_nodes(op="call_function", target=ops.all_reduce)) < 2:
+    if len(_find_reductions(program)) < 2:
         return program
     program = program.take()
-    reductions = program.graph.find_nodes(op="call_function", target=ops.all_reduce)
+    reductions = _find_reductions(program)
     held = find_mutable(program.graph)
     depth = count_depths(program.graph, set(reductions), find_dependences(held))
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in reductions:
-        value, (source, op, axis) = node.meta["val"], Reduction(*node.args)
+        value, (source, *how) = node.meta["val"], node.args
         if source not in held:
-            groups.setdefault((op, axis, value.dtype, value.device, depth[node]), []).append(node)
-    for (op, axis, *_), members in groups.items():
+            key = node.target, *how, value.dtype, value.device, depth[node]
+            groups.setdefault(key, []).append(node)
+    for members in groups.values():
         if len(members) > 1:
-            _reduce_together(program, members, op, axis)
+            _reduce_together(program, members)
     restore_order(program.graph)
     return program
 
 
-def _reduce_together(program: Program, members: list[Node], op: str, axis: str) -> None:
-    values = [Reduction(*node.args).value for node in members]
+def _find_reductions(program: Program) -> list[Node]:
+    """The nodes that may be reduced together, with their results as one list."""
+    return find_calls(program.graph, lambda known: known.together is not None and not record(known.together).starts)
+
+
+def _reduce_together(program: Program, members: list[Node]) -> None:
+    _, *how = members[0].args
+    values = [operand_of(node) for node in members]
     with program.graph.inserting_before(max(values).next):
-        together = program.emit(ops.all_reduce_list, values, op, axis)
+        together = program.emit(record(members[0]).together, values, *how)
         reduced = [program.emit(operator.getitem, together, position) for position in range(len(members))]
     program.substitute_all(dict(zip(members, reduced)))

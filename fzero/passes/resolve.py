@@ -12,10 +12,11 @@ from fzero.base.torch_private import schema_of
 from fzero.passes.order import erase_dead, find_changes
 from fzero.passes.verify import check_results, check_writes
 from fzero.program import ops
-from fzero.program.arguments import Reduction, operand_of
+from fzero.program.arguments import operand_of
 from fzero.program.inference import infer
 from fzero.program.kinds import RAGGED, UNIFORM, Kind, axes_of
 from fzero.program.operation import Node
+from fzero.program.ops.reductions import mean_over
 from fzero.program.program import Program
 from fzero.program.records import find_bodies, find_calls, find_writes, is_call, name_of, record, storage
 from fzero.program.refusals import line_of, refuse_objective
@@ -57,10 +58,11 @@ def resolve(program: Program) -> Program:
     if changed:
         _copy_overwritten(program)
     _copy_for_strides(program)
-    for node in find_calls(program.graph, lambda known: known.target in (ops.beside, ops.all_reduce)):
-        is_identity = is_call(node, ops.beside) or _is_needless_mean(program, node, kinds)
-        if is_identity and storage(operand_of(node)) not in changed:  # else it is a copy of what lies there by then
-            program.substitute(node, operand_of(node))
+    for node in find_calls(program.graph, lambda known: known.is_identity is not None):
+        operand, is_identity = operand_of(node), record(node).is_identity
+        assert is_identity is not None
+        if is_identity(program, node, kinds[operand]) and storage(operand) not in changed:
+            program.substitute(node, operand)  # else the node is a copy of what lies there by then
     erase_dead(program.graph)
     return program
 
@@ -148,14 +150,6 @@ def _find_storage_offset(node: Node) -> Any:
     return node.kwargs.get("storage_offset", dict(zip(names, node.args)).get("storage_offset"))
 
 
-def _is_needless_mean(program: Program, node: Node, kinds: dict[Node, Kind]) -> bool:
-    """Whether a node takes the mean, maximum or minimum of a value along axes along which the value is the same."""
-    if not is_call(node, ops.all_reduce):
-        return False
-    mean = Reduction(*node.args)
-    return mean.op != "sum" and kinds[mean.value].isdisjoint(program.mesh.split(mean.axis))
-
-
 def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
     """Replace each floating 0-d result that differs between ranks by its mean over the axes along which it differs."""
     returned = list(program.returned)
@@ -165,7 +159,7 @@ def _average_results(program: Program, kinds: dict[Node, Kind]) -> None:
             value_of, differs = returned[position], kinds[returned[position]]
             if differs:
                 with program.graph.inserting_before(program.output):
-                    mean = program.emit(ops.all_reduce, value_of, "avg", program.mesh.join(differs))
+                    mean = mean_over(program, value_of, differs)
                 mean.stack_trace, kinds[mean], returned[position] = value_of.stack_trace, UNIFORM, mean
     program.output.args = (returned,)
 

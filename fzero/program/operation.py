@@ -16,6 +16,7 @@ from torch import Tensor, fx
 if TYPE_CHECKING:
     from fzero.program.comm import Comm
     from fzero.program.inference import Walk
+    from fzero.program.kinds import Kind
     from fzero.program.memory import Allocator
     from fzero.program.program import Program
     from fzero.ranks.exchanges import Rank
@@ -122,6 +123,11 @@ class Operation:
     * `replaces`: for `in_place`, the position among the arguments of the list that each list of results overwrites.
     * `gradients`: for an update of many leaves, the position among the arguments of the list of gradients. All lists of
       arguments and results have one item for each leaf, and leaves do not depend on each other: `split` relies on that.
+    * `together`: the target that does in one collective what several nodes of the operation do. Its first argument is
+      the list of theirs.
+    * `taken`: for an operation that starts, the target that takes one leaf of the buffer.
+    * `mean_of(program, node)`: the path of the leaf of whose gradient the node takes the mean over ranks, else None.
+    * `is_identity(program, node, kind)`: whether the result is the first operand, which is of this kind.
     * `takes_where`: the operation takes the keyword `where`, a 0-d bool, the same on all ranks. Where that is false,
       the results are the operands that `replaces` names.
     * `source`, `to`: the operation starts to copy the values of its first argument from one place to another. Places
@@ -164,6 +170,10 @@ class Operation:
     in_place: Any = None
     replaces: tuple[int, ...] = ()
     gradients: int | None = None
+    together: Any = None
+    taken: Any = None
+    mean_of: Callable[[Program, Node], str | None] | None = None
+    is_identity: Callable[[Program, Node, Kind], bool] | None = None
     takes_where: bool = False
     source: Literal["device", "host", "disk"] | None = None
     to: Literal["device", "host", "disk"] | None = None

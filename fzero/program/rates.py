@@ -8,6 +8,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.program.comm import Comm
 from fzero.program.work import Work
+from fzero.ranks.exchanges import AllReduce
 
 
 class Rates(NamedTuple):
@@ -87,7 +88,7 @@ def bus_bytes(comm: Comm, mesh: VirtualMesh) -> float:
     size = mesh.size(comm.axis)
     if comm.op == "ppermute":
         return comm.nbytes / size if size > 1 else 0.0
-    return comm.nbytes * (size - 1) / size * (2 if comm.op == "all_reduce" else 1)
+    return comm.nbytes * (size - 1) / size * (2 if comm.op == AllReduce.name else 1)
 
 
 GUESSES = {

@@ -135,12 +135,14 @@ def define(
     return register(Operation(name=name, target=_make_target(name, fake), fake=fake, **known))
 
 
+_OF_ITSELF = {"name", "target", "fake", "is_foreign", "transpose", "together", "mean_of", "is_identity"}
+"""Fields that no operation inherits: what the operation is itself, and what passes put in its place."""
 _OF_PERFORMANCE = {"memory", "work", "alias_at", "label", "of_all"}
 """Fields that say how an operation is performed. An operation with a `perform` of its own does not inherit them."""
 
 
 def _inherit(base: Operation, performs: bool) -> dict[str, Any]:
-    fields = base.__dataclass_fields__.keys() - {"name", "target", "fake", "is_foreign", "transpose"}
+    fields = base.__dataclass_fields__.keys() - _OF_ITSELF
     return {field: getattr(base, field) for field in fields - (_OF_PERFORMANCE if performs else set())}
 
 
@@ -187,6 +189,12 @@ def comm_of(program: Program, node: Node) -> Iterable[Comm]:
     """The collectives that a node starts, in order."""
     moves = record(node).moves if node.op == "call_function" else None
     return () if moves is None else moves(program, node)
+
+
+def mean_of(program: Program, node: Node) -> str | None:
+    """The path of the leaf of whose gradient a node takes the mean over ranks; None for any other node."""
+    rule = record(node).mean_of if node.op == "call_function" else None
+    return None if rule is None else rule(program, node)
 
 
 def shares_memory(node: Node) -> bool:

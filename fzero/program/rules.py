@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _RULES = frozenset(
     """
     fake kind check perform of_all transpose span moves shares alias_at writes overwrites memory work line label
-    is_random body early
+    is_random body early mean_of is_identity
     """.split()
 )
 _STARTS = ("gathered", "scattered")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fzero.base.errors import FzeroError
 from fzero.ranks.failure import name_ranks
 from fzero.ranks.members import Members
+from fzero.ranks.objects import gather_tensors
 
 WIDTH = 240  # characters of a line, or of an error, that a message shows
 SHOWN = 4  # different lines that a message shows
@@ -55,9 +56,7 @@ class Everyone(NamedTuple):
 
     def run(self, members: Members) -> list[list[int]]:
         mine = torch.tensor(self.numbers, device="cpu")
-        every = [torch.empty_like(mine) for _ in members.ranks]
-        members.wait(dist.all_gather(every, mine, group=members.group, async_op=True))
-        return [x.tolist() for x in every]
+        return [x.tolist() for x in gather_tensors(mine, members.group, members.wait)]
 
     @staticmethod
     def join(row: Sequence[Everyone]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,8 +51,9 @@ class Rank(Protocol):
 class Exchange(Protocol):
     """What one rank gives to the ranks along a mesh axis."""
 
-    name: ClassVar[str]
-    """The name of the collective, as programs list it."""
+    @property
+    def name(self) -> str:
+        """The name of the collective, as programs list it."""
 
     @property
     def what(self) -> str:
@@ -90,7 +91,7 @@ class AllGather:
     block: Tensor
     into: Tensor | None = None
     slices: Sequence[Tensor] = ()
-    name: ClassVar[str] = "all_gather"
+    name = "all_gather"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -117,7 +118,7 @@ class ReduceScatter:
     axis: str
     fulls: Sequence[Tensor]
     wire: Wire
-    name: ClassVar[str] = "reduce_scatter"
+    name = "reduce_scatter"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -144,7 +145,7 @@ class AllReduce:
     axis: str
     value: Tensor
     op: str
-    name: ClassVar[str] = "all_reduce"
+    name = "all_reduce"
 
     @property
     def sent(self) -> Sequence[Tensor]:
@@ -175,7 +176,7 @@ class AllToAll:
     axis: str
     blocks: Tensor
     splits: tuple[Sequence[int], Sequence[int]] | None = None
-    name: ClassVar[str] = "all_to_all"
+    name = "all_to_all"
 
     @property
     def sent(self) -> Sequence[Tensor]:

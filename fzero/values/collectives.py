@@ -31,7 +31,7 @@ from fzero.program.linear import apply
 from fzero.program.records import record
 from fzero.ranks.performer import MovePerformer, current_performer
 from fzero.values.functions import is_sharded
-from fzero.values.moves import MEAN, Cut, Extreme, move
+from fzero.values.moves import MEAN, Cut, Extreme, move, reduce_linear
 from fzero.values.quantized import read_quantized_leaves
 
 Axis = str | tuple[str, ...]
@@ -286,7 +286,7 @@ def _reduce_leaf(leaf: Any, on: MovePerformer, op: str, axis: str) -> Tensor:
     _check_dtype(leaf, op)
     if op == "sum":
         _check_differs("psum", leaf, on, axis)
-    return apply(record(ops.all_reduce), leaf, op, axis)
+    return reduce_linear(leaf, op, axis, on)
 
 
 def _check_dtype(x: Tensor, op: str, name: str = "psum") -> None:

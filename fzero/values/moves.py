@@ -67,6 +67,11 @@ def reduce(x: Tensor, on: MovePerformer, op: str, axis: str, **of: str) -> Tenso
     return on.perform(record(ops.all_reduce), x, op, axis, **of)
 
 
+def reduce_linear(x: Tensor, op: str, axis: str, on: MovePerformer) -> Tensor:
+    """The sum or mean of `x` over the ranks along an axis, its own transpose."""
+    return apply(record(ops.all_reduce), x, op, axis, on=on)
+
+
 MEAN: Composite = Composite(
     "mean",
     lambda x, on, cut: reduce(x, on, "avg", on.mesh.join(on.mesh.names), leaf=cut.path),
@@ -149,7 +154,7 @@ def sum_all(x: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
 
 def add_parts(x: Tensor, on: MovePerformer, cut: Cut) -> Tensor:
     """The sum over what ranks have of a leaf, from the sum that each rank took over its own."""
-    return apply(record(ops.all_reduce), x, "sum", cut.axes, on=on) if cut.is_part else move(PARTS, x, on, cut)
+    return reduce_linear(x, "sum", cut.axes, on) if cut.is_part else move(PARTS, x, on, cut)
 
 
 class Spread(_OfSlice):
@@ -257,7 +262,7 @@ class Extreme(torch.autograd.Function):
 
     @staticmethod
     def sum(ctx: Any, x: Tensor) -> Tensor:
-        return apply(record(ops.all_reduce), x, "sum", ctx.axis, on=ctx.on)
+        return reduce_linear(x, "sum", ctx.axis, ctx.on)
 
     @staticmethod
     def share(ctx: Any, dtype: torch.dtype) -> Tensor:

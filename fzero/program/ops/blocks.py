@@ -77,9 +77,9 @@ def _describe(op: str, count: Callable[[Node], int]) -> dict[str, Any]:
     }
 
 
-def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
+def _gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     def run(x: Tensor, axis: str, world: int) -> Steps:
-        full = yield AllGather(f"all_gather over {axis}", axis, x.reshape(-1))
+        full = yield AllGather(f"{AllGather.name} over {axis}", axis, x.reshape(-1))
         return full.view(world * x.shape[0], *x.shape[1:])
 
     return run
@@ -95,7 +95,7 @@ def _psum_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Ste
 
 def _all_to_all(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     def run(x: Tensor, axis: str, world: int) -> Steps:
-        return (yield AllToAll(f"all_to_all over {axis}", axis, x.reshape(-1))).view(x.shape)
+        return (yield AllToAll(f"{AllToAll.name} over {axis}", axis, x.reshape(-1))).view(x.shape)
 
     return run
 
@@ -159,9 +159,9 @@ gather_rows: Any = register_for_tracing(
     "gather_rows(Tensor x, str axis, int world) -> Tensor",
     lambda x, axis, world: x.new_empty((world * x.shape[0], *x.shape[1:])),
     kind=_same_kind,
-    perform=_all_gather,
+    perform=_gather,
     transpose=lambda cotangent, axis, world: apply(record(psum_scatter_rows), cotangent, axis, world),
-    **_describe("all_gather", lambda node: math.prod(node.meta["val"].shape)),
+    **_describe(AllGather.name, lambda node: math.prod(node.meta["val"].shape)),
 )
 psum_scatter_rows: Any = register_for_tracing(
     "psum_scatter_rows(Tensor x, str axis, int world) -> Tensor",
@@ -177,7 +177,7 @@ all_to_all_rows: Any = register_for_tracing(
     kind=_different_kind,
     perform=_all_to_all,
     transpose=lambda cotangent, axis, world: apply(record(all_to_all_rows), cotangent, axis, world),
-    **_describe("all_to_all", lambda node: math.prod(node.meta["val"].shape)),
+    **_describe(AllToAll.name, lambda node: math.prod(node.meta["val"].shape)),
 )
 ppermute_rows: Any = register_for_tracing(
     "ppermute_rows(Tensor x, str axis, int world, int[] perm) -> Tensor",

@@ -24,7 +24,7 @@ from fzero.program.kinds import Buffer, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
 from fzero.program.records import leaves_of, record, register
 from fzero.program.refusals import refuse_node
-from fzero.ranks.exchanges import Rank, Steps, average_leaves, gather_leaves
+from fzero.ranks.exchanges import AllGather, AllReduce, Rank, ReduceScatter, Steps, average_leaves, gather_leaves
 
 if TYPE_CHECKING:
     from fzero.program.inference import Walk
@@ -172,17 +172,17 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
     """The collective of a gather: one all-gather of the leaves that a node names."""
     value = node.meta["val"]
     size = program.wire_of(node).numel * value.element_size()
-    yield Comm("all_gather", program.mesh.shard_axis, node.args[1], value.dtype, size)
+    yield Comm(AllGather.name, program.mesh.shard_axis, node.args[1], value.dtype, size)
 
 
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
     """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then, unless `replicas` is
     false, one all-reduce of the block over the axes along which ranks hold the same."""
     along, mesh, dtype = program.wire_of(node), program.mesh, sum_dtype(node.meta["val"])
-    yield Comm("reduce_scatter", mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
+    yield Comm(ReduceScatter.name, mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
     if along.layout.replica_axes and node.kwargs.get("replicas", True):
         over = mesh.join(along.layout.replica_axes)
-        yield Comm("all_reduce", over, node.args[1], dtype, along.stride * dtype.itemsize)
+        yield Comm(AllReduce.name, over, node.args[1], dtype, along.stride * dtype.itemsize)
 
 
 def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
@@ -323,6 +323,7 @@ register(
         memory=_all_gather_memory,
         work=_all_gather_work,
         perform=_all_gather,
+        taken=whole,
         alias_at=lambda node, position: None if node.kwargs.get("dtype") else node.args[0][position],
         label=_label,
     )
@@ -340,6 +341,7 @@ register(
         memory=_reduce_scatter_memory,
         work=_reduce_scatter_work,
         perform=_reduce_scatter,
+        taken=part,
         alias_at=lambda node, position: node.args[0][position],
         label=_label,
     )

@@ -22,7 +22,14 @@ from fzero.layout.layout import Layout
 from fzero.program.kinds import Kind, Slice
 from fzero.program.linear import apply
 from fzero.program.operation import NO_WORK, Node
-from fzero.program.ops.buckets import check_leaves, find_replica_axes, list_gather, list_scatter
+from fzero.program.ops.buckets import (
+    all_gather,
+    check_leaves,
+    find_replica_axes,
+    list_gather,
+    list_scatter,
+    reduce_scatter,
+)
 from fzero.program.records import record, register_for_tracing
 from fzero.ranks.exchanges import Rank, Steps, average_leaves, gather_leaves
 from fzero.ranks.performer import MovePerformer
@@ -92,6 +99,7 @@ gather = register_for_tracing(
     perform=_gather,
     of_all=lambda x, layout, leaf, shape: x.view(shape),
     transpose=scatter_leaf,
+    together=all_gather,
     label=_label,
 )
 
@@ -130,6 +138,8 @@ scatter = register_for_tracing(
     perform=_scatter,
     of_all=lambda x, layout, leaf, numel: x.reshape(-1),
     transpose=gather_leaf,
+    together=reduce_scatter,
+    mean_of=lambda program, node: program.layout_of(node).leaves[node.args[2]].path,
     label=_label,
 )
 
@@ -183,6 +193,7 @@ beside = register_for_tracing(
     lambda x: torch.empty_like(x),
     kind=_beside_kind,
     perform=lambda program, node, rank: torch.clone,
+    is_identity=lambda program, node, kind: True,
     is_quiet=True,
 )
 spread = register_for_tracing(

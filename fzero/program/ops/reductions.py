@@ -8,7 +8,7 @@ axis_index       -> per-rank      this rank's position along a mesh axis, a 0-d 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,21 +73,21 @@ def _list_reduction(program: Program, node: Node) -> Iterator[Comm]:
     value = node.meta["val"]
     values = value if isinstance(value, list) else [value]
     dtype = sum_dtype(values[0])
-    yield Comm("all_reduce", node.args[2], None, dtype, sum(x.numel() for x in values) * dtype.itemsize)
+    yield Comm(AllReduce.name, node.args[2], None, dtype, sum(x.numel() for x in values) * dtype.itemsize)
 
 
 def _all_reduce(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
 
     def run(x: Tensor, *_: str, **__: str) -> Steps:
-        return (yield AllReduce(f"all_reduce over {axis}", axis, x, op))
+        return (yield AllReduce(f"{AllReduce.name} over {axis}", axis, x, op))
 
     return run
 
 
 def _all_reduce_list(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     op, axis = node.args[1:]
-    what = f"all_reduce over {axis}"
+    what = f"{AllReduce.name} over {axis}"
 
     def run(values: Sequence[Tensor], *_: str) -> Steps:
         if len(values) == 1:
@@ -104,6 +104,18 @@ def _transpose(cotangent: Tensor, op: str, axis: str, *, leaf: str = "") -> Tens
     return apply(record(all_reduce), cotangent, op, axis, leaf=leaf)
 
 
+def _is_identity(program: Program, node: Node, kind: Kind) -> bool:
+    """Whether the ranks hold the same of the value, and the reduction is no sum."""
+    _, op, axis = node.args
+    return op != "sum" and kind.isdisjoint(program.mesh.split(axis))
+
+
+def mean_over(program: Program, value: Node, axes: Iterable[str], leaf: str = "") -> Node:
+    """A new node: the mean of a value over the ranks along some axes, in one collective."""
+    of_leaf = {"leaf": leaf} if leaf else {}
+    return program.emit(all_reduce, value, "avg", program.mesh.join(axes), **of_leaf)
+
+
 def _list_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     """One buffer for all results, which are views of the reduced buffer: each result keeps all of it alive."""
     values, counts = node.meta["val"], [allocator.at(value).counts for value in node.args[0]]
@@ -112,7 +124,7 @@ def _list_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
 
 def _label(program: Program, node: Node) -> str:
-    return f"all_reduce {node.args[2]}"
+    return f"{AllReduce.name} {node.args[2]}"
 
 
 def _axis_index(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
@@ -133,6 +145,9 @@ all_reduce = register_for_tracing(
     perform=_all_reduce,
     of_all=lambda x, op, axis, leaf="": x,
     transpose=_transpose,
+    together=all_reduce_list,
+    mean_of=lambda program, node: node.kwargs.get("leaf") or None,
+    is_identity=_is_identity,
     **_REDUCTION,
 )
 register(
