@@ -172,7 +172,7 @@ def describe(public: str, found: Found) -> dict[str, str]:
             return {public: f"class{constructor}"} | members
         case ast.Assign(value=ast.Call() as call) | ast.AnnAssign(value=ast.Call() as call):
             return {public: read_schema(found.module, call)}
-        case ast.Assign(value=value):
+        case ast.Assign(targets=[ast.Name()], value=value):
             return {public: f" = {ast.unparse(value)}"}
         case ast.AnnAssign(annotation=annotation):
             return {public: f": {ast.unparse(annotation)}"}

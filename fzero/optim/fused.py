@@ -14,12 +14,13 @@ costs a copy in and a copy out. With `where`, a 0-d bool, nothing changes unless
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.base import torch_private
+from fzero.optim.kernels import scale_by_adam, scale_by_rss
 
 Lists = Sequence[Tensor]
 CHUNK = 2**20
@@ -168,3 +169,29 @@ def _copy(targets: Sequence[Lists], results: Sequence[Lists]) -> None:
         for target, new in zip(column, news):
             if target.data_ptr() != new.data_ptr():
                 target.copy_(new.view(target.shape))
+
+
+class Kernel(NamedTuple):
+    """What passes know of a kernel, `run(params, grads, *states, *numbers)`, which writes into params and states."""
+
+    name: str
+    run: Callable[..., None]
+    states: int  # the lists of states
+    stage: Any = None  # the stage of `fzero.optim.kernels` whose result the kernel computes, and subtracts
+    counts: int = 0  # the arguments of the stage between its states and its options
+    decays_gradient: bool = False  # whether the stage takes the decayed gradient, or else its result is decayed
+    is_for_cpu: bool = False  # whether the kernel is for CPUs alone
+    casts: bool = False  # whether the gradient may have any dtype, and states a narrower one
+    is_wrong_if_narrow: bool = False
+    """Whether it returns wrong numbers on CPUs in float16 and bfloat16, for 16 elements or more (torch 2.13)."""
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("adamw", fused_adamw_, 2, stage=scale_by_adam, counts=1, casts=True),
+        Kernel("adagrad", fused_adagrad_, 1, stage=scale_by_rss, decays_gradient=True, is_for_cpu=True),
+        Kernel("momentum", fused_momentum_, 1, is_wrong_if_narrow=True),
+        Kernel("sgd", fused_sgd_, 0, is_wrong_if_narrow=True),
+    )
+}

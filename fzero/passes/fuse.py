@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from fzero.optim.kernels import scale_by_adam, scale_by_rss
+from fzero.optim.fused import KERNELS, Kernel
 from fzero.passes.order import drop_dead_rows, find_changes, restore_order
 from fzero.program import ops
 from fzero.program.arguments import Item, operand_of, position_of
 from fzero.program.operation import Node
+from fzero.program.ops.updates import UPDATES
 from fzero.program.program import Program
-from fzero.program.records import is_call, name_of, storage
+from fzero.program.records import is_call, name_of, record, storage
 
 _aten = torch.ops.aten
 _ADD = _aten._foreach_add.List
@@ -23,13 +25,12 @@ _MULTIPLY = (_aten._foreach_mul.Scalar, _aten._foreach_mul.Tensor)
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """The dtypes of torch's fused kernels."""
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-"""The dtypes in which torch's SGD kernel for CPUs returns wrong numbers, for 16 elements or more (torch 2.13)."""
 
 
 class _Row(NamedTuple):
     """The update of one leaf by a fused kernel."""
 
-    update: Any
+    kernel: Kernel
     operands: tuple[Node, ...]  # param, gradient, states
     numbers: tuple[Any, ...]  # that stand before the rate
     rate: Any  # minus the learning rate
@@ -40,7 +41,7 @@ class _Row(NamedTuple):
     @property
     def shared(self) -> tuple[Any, ...]:
         """What all rows of one call have in common."""
-        return self.update, self.numbers, self.rate, self.options, self.operands[0].meta["val"].dtype
+        return self.kernel, self.numbers, self.rate, self.options, self.operands[0].meta["val"].dtype
 
 
 def fuse(program: Program) -> Program:
@@ -127,7 +128,7 @@ def _find_tail(lists: _Lists, total: Node, index: int) -> _Tail | None:
 def _is_parameter(node: Node) -> bool:
     """Whether a value is an argument of the step, or what an earlier update made of one."""
     column = _find_list(node, operator.getitem)
-    is_updated = column is not None and is_call(operand_of(column), ops.adagrad, ops.adamw, ops.momentum, ops.sgd)
+    is_updated = column is not None and record(operand_of(column)).gradients is not None
     return bool(node.op == "placeholder" or _find_list(node, _ADD) is not None or is_updated)
 
 
@@ -141,25 +142,21 @@ def _split_decay(node: Node, users: Set[Node], param: Node) -> tuple[Node, float
     return (given, addition.kwargs.get("alpha", 1), addition) if decayed is param else (node, 0.0, None)
 
 
-def _match_adam(lists: _Lists, tail: _Tail) -> _Row | None:
-    adam, at = _find_stage(tail, scale_by_adam.default)
-    mu, nu = lists.state(adam, 1, at), lists.state(adam, 2, at)
-    if adam is None or mu is None or nu is None:
+def _match_stage(kernel: Kernel, lists: _Lists, tail: _Tail) -> _Row | None:
+    """The direction is the result of the kernel's stage."""
+    stage, at = _find_stage(tail, kernel.stage.default)
+    states = [lists.state(stage, 1 + i, at) for i in range(kernel.states)]
+    is_elsewhere = kernel.is_for_cpu and tail.param.meta["val"].device.type != "cpu"
+    if stage is None or None in states or is_elsewhere or (kernel.decays_gradient and tail.decay):
         return None
-    grads, mus, nus, count, *options = adam.args
-    operands = (tail.param, grads[at], mus[at], nus[at])
-    return _Row(ops.adamw, operands, (count,), tail.rate, (*options, tail.decay), (tail.new, mu, nu), frozenset())
-
-
-def _match_adagrad(lists: _Lists, tail: _Tail) -> _Row | None:
-    rss, at = _find_stage(tail, scale_by_rss.default)
-    sums = lists.state(rss, 1, at)
-    if rss is None or sums is None or tail.decay or tail.param.meta["val"].device.type != "cpu":
-        return None
-    grads, olds, *options = rss.args
-    grad, decay, _ = _split_decay(grads[at], {rss}, tail.param)
-    operands = (tail.param, grad, olds[at])
-    return _Row(ops.adagrad, operands, (), tail.rate, (*options, decay), (tail.new, sums), frozenset())
+    grads, *others = stage.args
+    olds, others = others[: kernel.states], others[kernel.states :]
+    grad, decay = grads[at], tail.decay
+    if kernel.decays_gradient:
+        grad, decay, _ = _split_decay(grad, {stage}, tail.param)
+    operands = (tail.param, grad, *(old[at] for old in olds))
+    numbers, options = tuple(others[: kernel.counts]), (*others[kernel.counts :], decay)
+    return _Row(kernel, operands, numbers, tail.rate, options, (tail.new, *states), frozenset())
 
 
 def _match_momentum(lists: _Lists, tail: _Tail) -> _Row | None:
@@ -180,36 +177,36 @@ def _match_momentum(lists: _Lists, tail: _Tail) -> _Row | None:
         return None
     grad, decay, _ = _split_decay(grad, path - {tail.product}, tail.param)
     options = (momentum, is_nesterov, decay)
-    return _Row(ops.momentum, (tail.param, grad, trace), (), tail.rate, options, (tail.new, new), frozenset(path))
+    return _Row(
+        KERNELS["momentum"], (tail.param, grad, trace), (), tail.rate, options, (tail.new, new), frozenset(path)
+    )
 
 
 def _match_any(lists: _Lists, tail: _Tail) -> _Row | None:
     if _is_of_stage(tail.direction):
         return None
-    return _Row(ops.sgd, (tail.param, tail.direction), (), tail.rate, (tail.decay,), (tail.new,), frozenset())
+    return _Row(KERNELS["sgd"], (tail.param, tail.direction), (), tail.rate, (tail.decay,), (tail.new,), frozenset())
 
 
 _MATCHES: tuple[Callable[[_Lists, _Tail], _Row | None], ...] = (
-    _match_adam,
-    _match_adagrad,
+    *(partial(_match_stage, kernel) for kernel in KERNELS.values() if kernel.stage is not None),
     _match_momentum,
     _match_any,
 )
 
 
 def _fits(row: _Row, on_host: Set[Node]) -> bool:
-    """Whether the kernel takes these operands: of one shape, and of one dtype. Only Adam's gradient may have another,
-    and its states a narrower one, as behind `optim.cast_state`. And whether its results, which are like the operands
-    that they replace, are like those of the operations."""
+    """Whether the kernel takes these operands: of one shape, and of one dtype unless it casts, as states behind
+    `optim.cast_state`. And whether its results, which are like the operands that they replace, are like those of the
+    operations."""
     param, grad, *states = (node.meta["val"] for node in row.operands)
     if any(_describe(x) != _describe(node.meta["val"]) for x, node in zip((param, *states), row.results)):
         return False
-    is_adam = row.update is ops.adamw
-    kept = [row.results[0].meta["val"], *([] if is_adam else [grad, *states])]
+    kept = [row.results[0].meta["val"], *([] if row.kernel.casts else [grad, *states])]
     is_alike = all(x.dtype == param.dtype for x in kept) and all(x.shape == param.shape for x in (grad, *states))
     is_alike &= all(x.dtype in _DTYPES and torch.promote_types(x.dtype, param.dtype) == param.dtype for x in states)
     is_of_cpu = param.device.type == "cpu" or not on_host.isdisjoint(row.operands)
-    is_wrong = row.update in (ops.sgd, ops.momentum) and param.dtype in _NARROW and is_of_cpu
+    is_wrong = row.kernel.is_wrong_if_narrow and param.dtype in _NARROW and is_of_cpu
     return is_alike and param.dtype in _DTYPES and not is_wrong
 
 
@@ -219,12 +216,12 @@ def _describe(value: Tensor) -> tuple[Any, ...]:
 
 def _emit_update(program: Program, rows: list[_Row]) -> None:
     """Emit one call for these rows, and replace their results."""
-    update, numbers, rate, options, _ = rows[0].shared
+    kernel, numbers, rate, options, _ = rows[0].shared
     with program.graph.inserting_before(max(row.results[0] for row in rows).next):
         learning_rate = program.emit(_aten.neg.default, rate) if isinstance(rate, fx.Node) else -rate
         lists = [list(column) for column in zip(*(row.operands for row in rows))]
         values = [[result.meta["val"] for result in column] for column in zip(*(row.results for row in rows))]
-        call = program.emit_as(tuple(values), update, *lists, *numbers, learning_rate, *options)
+        call = program.emit_as(tuple(values), UPDATES[kernel.name][0], *lists, *numbers, learning_rate, *options)
         columns = [program.emit_as(value, operator.getitem, call, at) for at, value in enumerate(values)]
         news = {
             row.results[at]: program.emit_as(values[at][index], operator.getitem, column, index)

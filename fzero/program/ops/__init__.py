@@ -22,9 +22,18 @@ from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.streams import cut, join
 from fzero.program.ops.transfers import arrive, read, to_device, to_device_, to_host, write, write_
-from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
+from fzero.program.ops.updates import UPDATES
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
+
+adamw, adamw_ = UPDATES["adamw"]
+"""`adamw(params, grads, mu, nu, count, rate, b1, b2, eps, weight_decay) -> (params, mu, nu)`."""
+adagrad, adagrad_ = UPDATES["adagrad"]
+"""`adagrad(params, grads, sums, rate, eps, weight_decay) -> (params, sums)`."""
+momentum, momentum_ = UPDATES["momentum"]
+"""`momentum(params, grads, traces, rate, momentum, nesterov, weight_decay) -> (params, traces)`."""
+sgd, sgd_ = UPDATES["sgd"]
+"""`sgd(params, grads, rate, weight_decay) -> (params,)`."""
 
 __all__ = [
     "NO_WORK",

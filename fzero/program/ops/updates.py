@@ -1,11 +1,11 @@
 """Updates: the step of an optimizer for many leaves in one call.
 
-    adamw, adagrad, momentum, sgd      a step of the optimizer; the `fuse` pass emits these
-    adamw_, adagrad_, momentum_, sgd_  the same in place; the `donate` pass emits these
+    those of `fzero.optim.fused`       a step of the optimizer; the `fuse` pass emits these
+    the same with `_` behind the name  the same in place; the `donate` pass emits these
     those of `fzero.optim.operations`  a stage of an optimizer; `fzero.optim` calls these
 
-aten's own `_fused_adamw` does not serve as `adamw`: it also returns copies of the gradients, and needs a step count for
-each leaf. The schema of `_fused_adamw_` says that the kernel writes into the gradients as well.
+aten's own functional kernels do not serve: they return copies of the gradients too, and need a step count for each
+leaf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fzero.optim import rounding
-from fzero.optim.fused import fused_adagrad_, fused_adamw_, fused_momentum_, fused_sgd_
+from fzero.optim.fused import KERNELS, Kernel
 from fzero.optim.operations import MAPS, PLACED, STAGES, SUMS
 from fzero.program.aten import describe, infer_lists
 from fzero.program.kinds import Kind, axes_of
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from fzero.ranks.exchanges import Rank
 
 
-def _define_update(name: str, kernel: Callable[..., None], states: int) -> tuple[Any, Any]:
-    """Define `name(params, grads, *states, *numbers) -> (new params, *new states)`, with so many lists of states, and
+def _define_update(kernel: Kernel) -> tuple[Any, Any]:
+    """Define `name(params, grads, *states, *numbers) -> (new params, *new states)`, with the name of a kernel, and
     `name_`, which writes over params and states. Returns both targets.
 
-    `kernel` takes the arguments of `name_` and does so. With the keyword `where`, a 0-d bool, the results are the
-    operands unless it is true.
+    With the keyword `where`, a 0-d bool, the results are the operands unless it is true.
     """
-    written = (0, *range(2, 2 + states))  # the positions of params and states
+    name = kernel.name
+    written = (0, *range(2, 2 + kernel.states))  # the positions of params and states
 
     def update(*args: Any, where: Any = None) -> tuple[Any, ...]:
         return tuple([torch.empty_like(x) for x in args[position]] for position in written)
@@ -49,7 +49,7 @@ def _define_update(name: str, kernel: Callable[..., None], states: int) -> tuple
 
     def run(*args: Any, where: Any = None) -> tuple[Any, ...]:
         given = [[x.clone() for x in arg] if i in written else arg for i, arg in enumerate(args)]
-        kernel(*given, where=where)
+        kernel.run(*given, where=where)
         return tuple(given[position] for position in written)
 
     def find_writes(node: Node) -> list[Node]:
@@ -86,21 +86,15 @@ def _define_update(name: str, kernel: Callable[..., None], states: int) -> tuple
         kind=infer_lists,
         writes=find_writes,
         work=work_in_place,
-        perform=lambda program, node, rank: kernel,
+        perform=lambda program, node, rank: kernel.run,
         line=lambda program, node: f"{line(program, node)}, in place",
         label=label,
     )
     return register(functional), register(in_place)
 
 
-adamw, adamw_ = _define_update("adamw", fused_adamw_, 2)
-"""`adamw(params, grads, mu, nu, count, rate, b1, b2, eps, weight_decay) -> (params, mu, nu)`."""
-adagrad, adagrad_ = _define_update("adagrad", fused_adagrad_, 1)
-"""`adagrad(params, grads, sums, rate, eps, weight_decay) -> (params, sums)`."""
-momentum, momentum_ = _define_update("momentum", fused_momentum_, 1)
-"""`momentum(params, grads, traces, rate, momentum, nesterov, weight_decay) -> (params, traces)`."""
-sgd, sgd_ = _define_update("sgd", fused_sgd_, 0)
-"""`sgd(params, grads, rate, weight_decay) -> (params,)`."""
+UPDATES = {name: _define_update(kernel) for name, kernel in KERNELS.items()}
+"""Name of a kernel -> the operation that returns new tensors, and the one in place."""
 
 
 # stages, and the sums over whole leaves that some of them need
