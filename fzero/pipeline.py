@@ -21,7 +21,7 @@ from fzero.base.sizes import format_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan, mark_trace
-from fzero.cache.programs import Call, CallFiles, Programs
+from fzero.cache.programs import Call, CallFiles, StoredPrograms
 from fzero.files import address_of, duplicate
 from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.programs import General, Generals
@@ -98,7 +98,7 @@ class Pipeline(Generic[T]):
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._dynamic = None if dynamic is None else Dynamic(dynamic, fn)
         self._generals = Generals(self._name)
-        self._stored = None if cache is None else Programs(cache, self._name)
+        self._stored = None if cache is None else StoredPrograms(cache, self._name)
         self._has_warned = False
         self._measured: Rates | None = None
         if isinstance(passes, Plan):

@@ -29,7 +29,7 @@ class Weights(NamedTuple):
     wire: float
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """A node in the line, the bytes that are alive while it runs, and the loops around it, the outermost first."""
 
     node: Node
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     loops: tuple[Node, ...] = ()
 
 
-Line = Sequence[Place]
+Line = Sequence[LinePlace]
 
 
 class GatheredUse(NamedTuple):
@@ -86,14 +86,14 @@ def _slow_wire(cost: Cost) -> Cost:
     return cost._replace(comms=tuple((comm, SLOWER * seconds) for comm, seconds in cost.comms))
 
 
-def _flatten(program: Program, top: int | None = None, loops: tuple[Node, ...] = ()) -> Iterator[Place]:
+def _flatten(program: Program, top: int | None = None, loops: tuple[Node, ...] = ()) -> Iterator[LinePlace]:
     """The line of a program within some loops. `top` is the peak of the line, by default that of the program."""
     memory = program.memory()
     more = 0 if top is None else top - memory.peak
     for node, alive in zip(program.graph.nodes, memory.during):
         body = body_of(node)
         if body is None:
-            yield Place(node, alive + more, loops)
+            yield LinePlace(node, alive + more, loops)
         else:
             yield from _flatten(body, alive + more, (*loops, node))
 

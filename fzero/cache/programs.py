@@ -26,7 +26,7 @@ from fzero.cache.executed import Executed, hash_globals, record_calls
 from fzero.cache.files import stamp, stamp_files
 from fzero.cache.patches import list_patches
 from fzero.cache.rules import Undescribed
-from fzero.cache.store import Store
+from fzero.cache.store import ProgramStore
 from fzero.cache.surroundings import Reads, has_variables, list_hooks, list_own_files, list_settings, record_reads
 from fzero.cache.templates import read_sizes, read_template, write_general
 from fzero.cache.values import Reader
@@ -60,11 +60,11 @@ class Call(NamedTuple):
     model_axes: tuple[str, ...] = ()
 
 
-class Programs:
+class StoredPrograms:
     """The programs of a step in a folder."""
 
     def __init__(self, folder: Any, name: str) -> None:
-        self._store, self._name = Store(folder), name
+        self._store, self._name = ProgramStore(folder), name
 
     def find(self, call: Call) -> CallFiles | None:
         """The entry of a call, with its program where there is one. None, which the logger says at level info, where a
@@ -82,7 +82,7 @@ class CallFiles:
     """The files of a call: that of its own program, by the shapes of its batches, and those of general programs.
     `program` is None where a trace has to make it."""
 
-    def __init__(self, store: Store, name: str, call: Call) -> None:
+    def __init__(self, store: ProgramStore, name: str, call: Call) -> None:
         self._store, self._name, self._call = store, name, call
         self._description = Description(_list_roots(call))
         lines = [*list_settings(call.on.device), *stamp_files(list_own_files()), self._description.digest]

@@ -22,7 +22,7 @@ MARK = b"fzero program 1\n"
 _log = logging.getLogger("fzero")
 
 
-class Store:
+class ProgramStore:
     """The files of a folder.
 
     Raises:

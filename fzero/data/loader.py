@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from fzero import FzeroError, tree
 from fzero.base.arguments import check_arguments
 from fzero.data.padding import Collate, check_ladder, check_numbers, find_longest, pad, round_up
-from fzero.data.parts import Place, find_indices, find_part, list_places, order
+from fzero.data.parts import BatchPlace, find_indices, find_part, list_places, order
 from fzero.data.position import ENDLESS, Position, check_position, mix
 from fzero.data.streams import BatchStream, CollateTaken, Taken
 from fzero.data.workers import StartWorker
@@ -210,7 +210,7 @@ class Loader:
         examples = order(self._seed, self._epoch, self._length)
         return (find_indices(examples, place, self._part) for place in self._list_places())
 
-    def _list_places(self) -> Iterator[Place]:
+    def _list_places(self) -> Iterator[BatchPlace]:
         return list_places(self._length, self._index, self._batch, self._part, self._drop_last)
 
     def _fetch(self) -> Iterator[Any]:

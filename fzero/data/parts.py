@@ -13,7 +13,7 @@ from fzero.base.mesh import mesh_shape
 from fzero.data.position import mix
 
 
-class Place(NamedTuple):
+class BatchPlace(NamedTuple):
     """Where one batch lies in an epoch: examples from `begin` to `stop`, over all ranks.
 
     Of the rows that this rank takes the first `valid` are data. `is_last`: the epoch has no further batch.
@@ -59,15 +59,15 @@ def order(seed: int, epoch: int, length: int) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(mix("order", seed, epoch)))
 
 
-def list_places(length: int, start: int, batch: int, part: range, drop_last: bool) -> Iterator[Place]:
+def list_places(length: int, start: int, batch: int, part: range, drop_last: bool) -> Iterator[BatchPlace]:
     """The place of each batch of an epoch of `length` examples, from example `start` on."""
     end = start + (length - start) // batch * batch if drop_last else length
     for begin in range(start, end, batch):
         stop = min(begin + batch, length)
-        yield Place(begin, stop, len(range(part.start, min(part.stop, stop - begin))), stop == end)
+        yield BatchPlace(begin, stop, len(range(part.start, min(part.stop, stop - begin))), stop == end)
 
 
-def find_indices(order: Tensor, place: Place, part: range) -> list[int]:
+def find_indices(order: Tensor, place: BatchPlace, part: range) -> list[int]:
     """The examples in this rank's rows of a batch. Rows that are no data have the batch's first example, for padding
     to take the shapes of."""
     first = place.begin + part.start

@@ -21,8 +21,8 @@ from fzero.deepspeed.handles import GivenOptimizer, Handle, SchedulerHandle
 from fzero.deepspeed.monitors import Monitors
 from fzero.deepspeed.plateau import Plateau
 from fzero.deepspeed.profiling import GRADIENTS, Profiler
-from fzero.deepspeed.programs import Programs, compile_programs
-from fzero.deepspeed.saving import Files
+from fzero.deepspeed.programs import EnginePrograms, compile_programs
+from fzero.deepspeed.saving import EngineFiles
 from fzero.deepspeed.schedulers import Scheduled
 from fzero.deepspeed.settings import Settings
 from fzero.deepspeed.tables import find_end
@@ -42,7 +42,7 @@ class _Open(NamedTuple):
     has_sums: bool  # whether gradients of batches before are in them
 
 
-class Engine(Files, Controls):
+class Engine(EngineFiles, Controls):
     """The engine that `initialize` returns.
 
     In training `engine(batch)` computes output and gradients, `engine.backward(loss)` takes that loss, and
@@ -91,7 +91,7 @@ class Engine(Files, Controls):
         """Make the programs of settings. Each is traced at its first call."""
         self.settings = settings
         compiled = compile_programs(self._make(settings), settings, self.mesh)
-        self._programs = Programs(settings, self._names, find_end(self._scheduled), self._profiler, compiled)
+        self._programs = EnginePrograms(settings, self._names, find_end(self._scheduled), self._profiler, compiled)
 
     # DeepSpeed's loop
 

@@ -21,7 +21,7 @@ from fzero.deepspeed.settings import Settings
 from fzero.training.programs import compile_function
 
 
-class Programs(NamedTuple):
+class EnginePrograms(NamedTuple):
     """The programs of an engine for its settings.
 
     * `names` are those of the arguments of the model, by position, or of the loss that the user gave.

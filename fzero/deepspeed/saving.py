@@ -41,7 +41,7 @@ def find_folder(load_dir: str | os.PathLike[str], tag: Any = None) -> Path | Non
     return Path(load_dir) / str(tag)
 
 
-class Files:
+class EngineFiles:
     """The part of an engine that writes and reads files."""
 
     state: State

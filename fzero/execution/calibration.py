@@ -19,7 +19,7 @@ from fzero.base.randomness import step_seed
 from fzero.execution.bind import bind
 from fzero.execution.loops import Rows, operands, run_turns
 from fzero.files import OnDisk, duplicate, read, write
-from fzero.files.store import Store
+from fzero.files.store import FileStore
 from fzero.optim.fused import make_update
 from fzero.program.memory import find_last_uses
 from fzero.program.operation import Node
@@ -254,7 +254,7 @@ def measure_disk(place: Disk) -> float:
     Raises:
         FzeroError: for a disk without room, or that fails.
     """
-    store = Store(place.path)
+    store = FileStore(place.path)
     extent = store.allocate(MOVED, store.open_file(None, "calibration"), "")
     memory = torch.zeros(MOVED, dtype=torch.uint8, device="cpu")
     there = OnDisk(extent, 0, MOVED, memory.dtype)

@@ -19,7 +19,7 @@ from fzero.execution.failures import name_failure_of_line
 from fzero.execution.loops import Early, Rows, operands, run_turns
 from fzero.execution.outline import Fragment
 from fzero.execution.profiling import name_calls
-from fzero.execution.source import Expression, Source
+from fzero.execution.source import Expression, FunctionSource
 from fzero.program.inference import infer
 from fzero.program.open import Template, fill_numbers
 from fzero.program.operation import Node
@@ -122,7 +122,7 @@ def _generate(
     """The code of a program. That of a `template` takes the numbers that are computed from sizes."""
     begun: list[Early] = []
     kinds = infer(program) if is_held and has_foreign(program) else None
-    source = Source(program.name, program.graph)
+    source = FunctionSource(program.name, program.graph)
     calls: dict[str, Call] = {}
     bound: dict[str, Node] = {}
     loops: dict[str, tuple[Node, _Linked]] = {}
@@ -207,7 +207,7 @@ def _find_span(program: Program, node: Node, on: Live) -> range | None:
     return None if span is None else span(program, node, on)
 
 
-def _take_view(source: Source, buffer: Node, span: range, node: Node) -> str:
+def _take_view(source: FunctionSource, buffer: Node, span: range, node: Node) -> str:
     """The code of these elements of a buffer, in the shape of the node's value."""
     flat, shape = f"{buffer.name}.narrow(0, {span.start}, {len(span)})", tuple(node.meta["val"].shape)
     return flat if len(shape) == 1 else f"{flat}.view({source.write(shape)})"

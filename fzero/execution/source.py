@@ -24,7 +24,7 @@ class Expression(str):
     """Python code, which stands in arguments beside nodes and values."""
 
 
-class Source:
+class FunctionSource:
     """The lines of a function, and the objects that they name. Its first parameters are `calls`, `seed` and `numbers`.
 
     A node's variable has the node's name, and is dropped on the line of its last use. Numbers, texts, lists and slices

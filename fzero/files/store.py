@@ -35,7 +35,7 @@ MAX_NAME = 120
 class Extent:
     """Some bytes of a file, free again when nothing refers to the extent. `leaf` is for errors."""
 
-    def __init__(self, store: Store, file: File, nbytes: int, leaf: str) -> None:
+    def __init__(self, store: FileStore, file: File, nbytes: int, leaf: str) -> None:
         self.store, self.file, self.nbytes, self.leaf = store, file, nbytes, leaf
         self.start = 0
         self.writes: list[Future[None]] = []  # those that a read must wait for
@@ -66,7 +66,7 @@ class Counts(NamedTuple):
     written: int = 0
 
 
-class Store:
+class FileStore:
     """The files of one process below a path: one for each rank and bucket."""
 
     def __init__(self, path: Path) -> None:
@@ -184,15 +184,15 @@ def _has_succeeded(future: Future[None]) -> bool:
     return future.done() and future.exception() is None
 
 
-_STORES: WeakValueDictionary[tuple[int, Path], Store] = WeakValueDictionary()
+_STORES: WeakValueDictionary[tuple[int, Path], FileStore] = WeakValueDictionary()
 """The stores of this process, and in a child process those of its parent."""
 _opening = threading.Lock()
 
 
-def open_store(path: Path) -> Store:
+def open_store(path: Path) -> FileStore:
     """The store of this process below a path. The store lives as long as an extent of it."""
     with _opening:
         store = _STORES.get((os.getpid(), path))
         if store is None:
-            store = _STORES[(os.getpid(), path)] = Store(path)
+            store = _STORES[(os.getpid(), path)] = FileStore(path)
         return store

@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     span: range
 
 
-class Piece(NamedTuple):
+class BoxPiece(NamedTuple):
     """A rectangle of a tensor, and where the elements are stored."""
 
     box: Box
@@ -55,7 +55,7 @@ class TensorEntry(NamedTuple):
 
     dtype: torch.dtype
     shape: torch.Size
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BoxPiece, ...]
 
 
 class Contents(NamedTuple):
@@ -139,7 +139,7 @@ def _parse_tensor(key: str, fields: dict[str, Any], places: dict[Any, Stored]) -
         if any(start + size > length for start, size, length in zip(*box, shape)):
             raise FzeroError("", f"{key} has shape {list(shape)}, its piece {box} reaches outside", DAMAGED)
         if 0 not in box.size:
-            pieces.append(Piece(box, places[key, box.start]))
+            pieces.append(BoxPiece(box, places[key, box.start]))
     return TensorEntry(dtype, shape, tuple(sorted(pieces, key=lambda piece: piece.box)))
 
 

@@ -45,7 +45,7 @@ from fzero.state.safetensors.saving import (
     list_parts,
     name_value,
 )
-from fzero.state.safetensors.writing import Piece, WritePlan, write
+from fzero.state.safetensors.writing import FilePiece, WritePlan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
@@ -235,7 +235,7 @@ def _render_index(model: Model, headers: Mapping[str, Header]) -> bytes:
 
 def plan_pieces(
     values: Values, tensors: Mapping[str, Rearranged], headers: Mapping[str, Header], on: Ranks
-) -> Iterator[Piece]:
+) -> Iterator[FilePiece]:
     """The pieces that this process writes of tensors that are made of leaves. All ranks of a mesh together write each
     byte once."""
     for name, header in headers.items():
@@ -266,11 +266,11 @@ def _flatten(value: Sharded | Source, path: str) -> Tensor:
     return value.tensor.reshape(-1)
 
 
-def _plan_piece(flat: Tensor, copy: Copy, start: int, dtype: torch.dtype, path: str) -> Piece:
+def _plan_piece(flat: Tensor, copy: Copy, start: int, dtype: torch.dtype, path: str) -> FilePiece:
     """The piece of a copy whose source elements are in `flat`, which begins at element `start`: its values come in the
     order of the file."""
     dims = copy.swap().dims
     sizes = [dim.size for dim in dims]
     values = flat.as_strided(sizes, [dim.target for dim in dims], flat.storage_offset() + copy.source - start)
     (places,) = view_to_view(sizes, dense(sizes), [dim.source for dim in dims])
-    return Piece(0, TensorSource(values, path, dtype), places=places)
+    return FilePiece(0, TensorSource(values, path, dtype), places=places)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fzero.optim.operations import MAPS, PLACED, PLACES, SUMS, Place, define, find_places
+from fzero.optim.operations import MAPS, PLACED, PLACES, SUMS, SlicePlace, define, find_places
 
 List = list[Tensor]
 
@@ -40,13 +40,13 @@ def matrices_of(shape: Sequence[int]) -> Matrices:
     return Matrices(math.prod(shape[:-2]), *shape[-2:])
 
 
-def _find_runs(of: Matrices, at: Place) -> tuple[int, int]:
+def _find_runs(of: Matrices, at: SlicePlace) -> tuple[int, int]:
     """The rows, and the columns, in a run of a leaf's elements; 0 where each rank has some elements of all of them."""
     columns = at.run if at.run < of.columns else at.run // (of.rows * of.columns) * of.columns
     return at.run // of.columns, columns
 
 
-def _take_part(of: Matrices, at: Place) -> Matrices:
+def _take_part(of: Matrices, at: SlicePlace) -> Matrices:
     """The matrices that this rank's part of a leaf has."""
     rows, columns = _find_runs(of, at)
     if at.ranks == 1:
@@ -56,7 +56,7 @@ def _take_part(of: Matrices, at: Place) -> Matrices:
     return of._replace(number=of.number // at.ranks) if columns else of._replace(rows=of.rows // at.ranks)
 
 
-def _view_part(means: Tensor, run: int, at: Place) -> Tensor:
+def _view_part(means: Tensor, run: int, at: SlicePlace) -> Tensor:
     """A view of the means, of all rows or columns of a leaf, that are those of this rank's part."""
     return means if at.ranks == 1 or not run else means.view(-1, at.ranks, run)[:, at.position]
 
@@ -123,7 +123,7 @@ def _scale_by_factors(
     return scaled
 
 
-def _scale_leaf(x: Tensor, row: Tensor, column: Tensor, floor: float, of: Matrices, at: Place) -> Tensor:
+def _scale_leaf(x: Tensor, row: Tensor, column: Tensor, floor: float, of: Matrices, at: SlicePlace) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     part, (row_run, column_run) = _take_part(of, at), _find_runs(of, at)
     first, front = divmod(at.start, part.unit)

@@ -25,11 +25,11 @@ from fzero.base.tree import Tree
 from fzero.optim.base import init_number, is_number
 
 
-class Init(Protocol):
+class InitScale(Protocol):
     def __call__(self, params: Tree = ()) -> Any: ...
 
 
-class Update(Protocol):
+class UpdateScale(Protocol):
     def __call__(self, state: Any, finite: Tensor) -> Any: ...
 
 
@@ -37,8 +37,8 @@ class LossScale(NamedTuple):
     """`init(params=())` returns the first state: beside `Sharded` parameters values that every rank holds.
     `update(state, finite)` returns the next state, where `finite`, a 0-d bool, says whether gradients were finite."""
 
-    init: Init
-    update: Update
+    init: InitScale
+    update: UpdateScale
 
 
 class OverflowAtMinimum(Flag):

@@ -113,7 +113,7 @@ def list_whole(count: int) -> tuple[Any, ...]:
     return zeros, zeros, zeros, [1] * count, [""] * count, zeros, 0
 
 
-class Place(NamedTuple):
+class SlicePlace(NamedTuple):
     """Which elements of its leaf a slice has: those from `start` on, of what the rank at a position has of a leaf whose
     runs go to so many ranks in turn."""
 
@@ -131,10 +131,10 @@ def find_places(
     axes: Sequence[str],
     positions: Sequence[int],
     rank: int,
-) -> Iterator[Place]:
+) -> Iterator[SlicePlace]:
     """The place of this rank's slice of each leaf, from `PLACES`."""
     starts = (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
-    return map(Place, starts, runs, splits, positions)
+    return map(SlicePlace, starts, runs, splits, positions)
 
 
 def _is_list_of_tensors(arg: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.randomness import fold
-from fzero.optim.operations import PLACED, PLACES, Place, define, find_places, list_whole
+from fzero.optim.operations import PLACED, PLACES, SlicePlace, define, find_places, list_whole
 
 Lists = Sequence[Tensor]
 Key = int | Tensor
@@ -90,7 +90,7 @@ def round_to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.abs() <= LARGEST, carried, x).to(torch.bfloat16)
 
 
-def _draw_bits_of(key: Tensor, at: Place, start: int, numel: int) -> Tensor:
+def _draw_bits_of(key: Tensor, at: SlicePlace, start: int, numel: int) -> Tensor:
     """[numel] the bits of the elements of a slice from `start` on."""
     if at.ranks == 1:
         return draw_bits(key, at.start + start, numel)
@@ -100,7 +100,7 @@ def _draw_bits_of(key: Tensor, at: Place, start: int, numel: int) -> Tensor:
     return bits.gather(1, (whole % 4)[:, None]).view(-1).to(torch.int32) & 0xFFFF
 
 
-def _add_to_leaf(param: Tensor, update: Tensor, key: Tensor, at: Place) -> None:
+def _add_to_leaf(param: Tensor, update: Tensor, key: Tensor, at: SlicePlace) -> None:
     """Add an update to a parameter in place, a slice at a place of its leaf."""
     if param.dtype != torch.bfloat16:
         param.add_(update)

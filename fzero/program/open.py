@@ -59,7 +59,7 @@ class Number(int):
     """The position of a number that is computed from sizes."""
 
 
-class Form(NamedTuple):
+class ValueForm(NamedTuple):
     """The sizes of a fake value and its memory, where some of these are computed from sizes. Values of one `memory` lie
     in one memory."""
 
@@ -198,7 +198,7 @@ def _list_numbers(program: Program, known: _Known) -> Template:
         )
         if not has_plain_form(value):
             raise FzeroError(program.name, "has an open value that is more than its form", "it is traced again")
-        return Form(shape, stride, start, storage_key(value), size)
+        return ValueForm(shape, stride, start, storage_key(value), size)
 
     bodies = {node: _list_numbers(body, known) for node, body in find_loops(program.graph).items()}
     arguments, values = dict[Node, Any](), dict[Node, Any]()
@@ -229,7 +229,7 @@ def _make_value(form: Any, like: Any, to: _Filling) -> Any:
     """The fake value of a form, of the dtype and device of `like`. Values of one memory lie in one memory again."""
     if form is None:
         return like
-    if not isinstance(form, Form):
+    if not isinstance(form, ValueForm):
         return type(like)(_make_value(*pair, to) for pair in zip(form, like))
     if type(form.nbytes) is not Number:  # a view of memory of a fixed size, in which other values may lie
         to.memory[form.memory] = like.untyped_storage()

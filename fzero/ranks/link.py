@@ -47,7 +47,7 @@ class AtOnce:
         return started
 
 
-class Started(list[Tensor]):
+class StartedCopies(list[Tensor]):
     """Copies that are under way, and the event behind them on their stream."""
 
     event: torch.cuda.Event
@@ -77,16 +77,16 @@ class Cuda:
             x.record_stream(self._in)
         return self._copy(self._in, values, made)
 
-    def _copy(self, stream: torch.cuda.Stream, values: Sequence[Tensor], made: list[Tensor]) -> Started:
+    def _copy(self, stream: torch.cuda.Stream, values: Sequence[Tensor], made: list[Tensor]) -> StartedCopies:
         with torch.cuda.stream(stream):
             for x, target in zip(values, made):
                 target.copy_(x, non_blocking=True)
-        started = Started(made)
+        started = StartedCopies(made)
         started.event = stream.record_event()
         return started
 
     def arrive(self, started: list[Tensor], is_read: bool = True) -> list[Tensor]:
-        assert isinstance(started, Started)  # a start of this link made it
+        assert isinstance(started, StartedCopies)  # a start of this link made it
         if started[0].is_cuda or not is_read:  # a copy back waits for the current stream
             torch.cuda.current_stream(self.device).wait_event(started.event)
         else:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero
 from fzero import tree
 from fzero.budget.fit import Budget
-from fzero.cache.store import Store
+from fzero.cache.store import ProgramStore
 from fzero.passes import Plan, defaults
 from fzero.pipeline import Pipeline
 from fzero.program.open import find_difference
@@ -129,7 +129,7 @@ def test_a_broken_condition_is_a_trace(tmp_path: Path) -> None:
 
 def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     """Change the data of each file of lengths, with its hash."""
-    store = Store(folder)
+    store = ProgramStore(folder)
     for file in folder.iterdir():
         data = store.read(file.stem)
         if "general" in data:

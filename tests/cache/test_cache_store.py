@@ -16,7 +16,7 @@ from test_cache_programs import Process, assert_equal
 
 import fzero.cache.store
 from fzero.base.mesh import VirtualMesh
-from fzero.cache.store import MARK, Store
+from fzero.cache.store import MARK, ProgramStore
 from fzero.program.program import Program
 
 CASE = STEPS["unrolled"](VirtualMesh(fsdp=2))
@@ -49,7 +49,7 @@ def test_a_file_of_any_other_bytes_is_as_no_file(
         spoiled.append(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
     for content in spoiled:
         file.write_bytes(content)
-        assert Store(tmp_path).read(file.stem) is None
+        assert ProgramStore(tmp_path).read(file.stem) is None
     check_traced_again(tmp_path, traced)
     assert "is damaged" in caplog.text
     restored = Process(CASE, tmp_path)  # from the file, which was written anew
@@ -60,7 +60,7 @@ def test_a_file_of_any_other_bytes_is_as_no_file(
 def rewrite(folder: Path, change: object) -> None:
     """Change the data of the only file, with its hash."""
     file = only_file(folder)
-    store, key = Store(folder), file.stem
+    store, key = ProgramStore(folder), file.stem
     data = store.read(key)
     change(data)  # type: ignore[operator]
     store.write(key, data)
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_nothing(
 
 def test_two_jobs_share_a_folder(tmp_path: Path) -> None:
     """Readers beside writers of one key see a whole file or none."""
-    store, key, wrong = Store(tmp_path), "k", list[object]()
+    store, key, wrong = ProgramStore(tmp_path), "k", list[object]()
     contents = [{"is": "a" * 10**5}, {"is": "b" * 10**4}]
 
     def write(data: object) -> None:
@@ -162,7 +162,7 @@ def test_a_file_of_another_version_is_as_no_file(
     tmp_path: Path, traced: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fzero.cache.store, "MARK", b"fzero program 0\n")
-    assert Store(tmp_path).read(only_file(tmp_path).stem) is None
+    assert ProgramStore(tmp_path).read(only_file(tmp_path).stem) is None
 
 
 def test_the_logger_says_where_a_program_comes_from(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from fzero.execution.source import Expression, Source
+from fzero.execution.source import Expression, FunctionSource
 
 
 def test_values_may_have_the_names_of_parameters() -> None:
@@ -20,7 +20,7 @@ def test_values_may_have_the_names_of_parameters() -> None:
     nodes = [graph.placeholder(name) for name in ("calls", "seed", "numbers", "add_0")]
     total = graph.call_function(torch.add, (nodes[0], nodes[1]), name="total")
     graph.output([total, *nodes[1:]])
-    source = Source("step", graph)
+    source = FunctionSource("step", graph)
     for node in nodes:
         source.take(node)
     source.set(total, source.call_target(total.target, total.args, total.kwargs))
@@ -40,7 +40,7 @@ ARGUMENTS = {
 def test_arguments_are_written_as_they_are(name: str) -> None:
     graph = fx.Graph()
     graph.output(None)
-    source = Source("step", graph)
+    source = FunctionSource("step", graph)
     source.give_back(list(ARGUMENTS[name]))
     made = source.make()(None, None, ())
     assert made == list(ARGUMENTS[name]) and list(map(type, made)) == list(map(type, ARGUMENTS[name]))
@@ -53,7 +53,7 @@ def test_a_value_is_dropped_at_its_last_use() -> None:
     first = graph.call_function(operator.getitem, (pair, 0), name="first")
     unused = graph.call_function(operator.getitem, (pair, 1), name="unused")
     graph.output([first])
-    source = Source("step", graph)
+    source = FunctionSource("step", graph)
     source.take(x)
     for node in (pair, first, unused):
         source.set(node, source.call_target(node.target, node.args, node.kwargs))
@@ -67,7 +67,7 @@ def test_a_value_is_dropped_at_its_last_use() -> None:
 def test_the_lines_of_a_function_go_with_it() -> None:
     graph = fx.Graph()
     graph.output(None)
-    source = Source("step", graph)
+    source = FunctionSource("step", graph)
     source.give_back(None)
     function = source.make()
     file = function.__code__.co_filename

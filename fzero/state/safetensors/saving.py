@@ -19,7 +19,7 @@ from fzero.ranks.ranks import Ranks
 from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.publishing import find_common_ranks
 from fzero.state.safetensors.header import Header, plan_header
-from fzero.state.safetensors.writing import ITSELF, Piece, WritePlan, write
+from fzero.state.safetensors.writing import ITSELF, FilePiece, WritePlan, write
 from fzero.state.sources import Source, TensorSource, source_of
 from fzero.state.splits import list_positions
 from fzero.values.origin import describe_state
@@ -87,7 +87,7 @@ def list_origins(leaves: Iterable[Any]) -> list[str]:
     return [describe_state(leaf.path, leaf.origin) for leaf in leaves if isinstance(leaf, Sharded)]
 
 
-def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Ranks) -> list[Piece]:
+def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Ranks) -> list[FilePiece]:
     """The pieces that this process writes. All ranks of a mesh together write each byte once."""
     found = []
     for path, value in values.items():
@@ -96,13 +96,13 @@ def plan_pieces(values: Mapping[str, Sharded | Source], header: Header, on: Rank
             part = choose_part(value, on)
             if part is not None:
                 source = TensorSource(value.local, path) if isinstance(value, Sharded) else value
-                found.append(Piece(start + part.start * itemsize, source))
+                found.append(FilePiece(start + part.start * itemsize, source))
             continue
         for held, part, copy in list_parts(value, on):
             for mine in within(copy, part):
                 adjoining = held[mine.source - part.start :][: mine.numel]
                 places = mine._replace(source=0, target=0)
-                found.append(Piece(start + mine.target * itemsize, TensorSource(adjoining, path), places=places))
+                found.append(FilePiece(start + mine.target * itemsize, TensorSource(adjoining, path), places=places))
     return found
 
 

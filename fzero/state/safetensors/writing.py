@@ -24,7 +24,7 @@ ITSELF = ""
 """The name of the one file of a plan that writes a file instead of a folder."""
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Values that a process writes: to `file`, from byte `offset` of its data on, side by side, or to the `places` that
     a copy from the row-major values to the elements from `offset` on says."""
 
@@ -42,7 +42,7 @@ class WritePlan(NamedTuple):
     """
 
     headers: Mapping[str, Header]
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     origins: Sequence[str] = ()
     texts: Mapping[str, bytes] = {}
 
@@ -109,7 +109,7 @@ class _Files:
     def write(self, name: str) -> None:
         """Write this process's pieces, file by file."""
         self.path = self.target.parent / name
-        files: dict[str, list[Piece]] = defaultdict(list)
+        files: dict[str, list[FilePiece]] = defaultdict(list)
         for piece in self.plan.pieces:
             files[piece.file].append(piece)
         for file, pieces in files.items():
@@ -137,7 +137,7 @@ class _Files:
             os.close(fd)
 
 
-def _write_piece(fd: int, start: int, piece: Piece, chunk: int) -> None:
+def _write_piece(fd: int, start: int, piece: FilePiece, chunk: int) -> None:
     """Write a piece into a file whose data starts at byte `start`."""
     done, itemsize = 0, piece.values.dtype.itemsize
     for part in iter_parts(piece.values, chunk):
