@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh, virtual_mesh
@@ -120,7 +121,7 @@ def _compare(where: str, got: Tensor, expected: Tensor, tolerances: tuple[float,
     if (value.shape, value.dtype) != (expected.shape, expected.dtype):
         raise FzeroError(
             where,
-            f"is {_describe(value)} sharded and {_describe(expected)} unsharded",
+            f"is {describe_form(value)} sharded and {describe_form(expected)} unsharded",
             "a result that is each rank's own is joined along dim 0; psum, pmean or a floating mean makes one of it",
         )
     exact = value.to(torch.float64 if not value.is_complex() else torch.complex128).reshape(-1)
@@ -160,7 +161,3 @@ def _find_holder(value: Tensor, element: int) -> str:
         position, element, _ = next(runs)
         where = f" of part {position} along {layout.split_axis!r}"
     return f"rank {next(rank for rank in range(layout.world) if element in layout.part(value.index, rank))}{where}"
-
-
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

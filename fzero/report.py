@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fzero.base import tree
+from fzero.base.dtypes import name_dtype
 from fzero.base.frozen import is_frozen
 from fzero.base.sizes import format_size
 from fzero.base.text_files import write_text
@@ -178,4 +179,4 @@ def _find_owner(path: str, params: Mapping[str, _Value]) -> str:
 
 
 def _describe(value: Sharded, stages: tuple[str, ...]) -> LeafReport:
-    return LeafReport(tuple(value.shape), str(value.dtype).removeprefix("torch."), stages, is_frozen(value))
+    return LeafReport(tuple(value.shape), name_dtype(value.dtype), stages, is_frozen(value))

@@ -91,7 +91,7 @@ class CallFiles:
         self._tensors = _list_tensors(self._description)
         self.program: Program | None = self._read(self.key, lambda data: self._make_reader().read(data["program"]))
 
-    def _read(self, key: str, decode: Callable[[Any], T | None], may_warn: bool = True) -> T | None:
+    def _read(self, key: str, decode: Callable[[Any], T | None]) -> T | None:
         """What `decode` makes of the data of a file, which nothing contradicts that its trace read. None where there is
         none."""
         data = self._store.read(key)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
+from fzero.base.dtypes import describe_form
 from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze, is_frozen
@@ -27,7 +28,7 @@ from fzero.ranks.together import do_together, gather_words
 from fzero.ranks.virtual import ALONE
 from fzero.state.fill import CHUNK_NBYTES, chunk_numel
 from fzero.state.partition import fill_leaves, partition
-from fzero.state.sources import describe, is_source, source_of
+from fzero.state.sources import is_source, source_of
 from fzero.values.sharded import Sharded
 
 NONE_YET = -1
@@ -212,7 +213,7 @@ def _find(checkpoint: Checkpoint, path: str, leaf: Any) -> Any:
     source = checkpoint[path]
     shape = wanted.global_shape if isinstance(wanted, Sharded) else wanted.shape
     if (source.shape, source.dtype) != (shape, wanted.dtype):
-        problem = f"is {describe(source)} in {checkpoint.folder}, {describe(wanted)} in `like`"
+        problem = f"is {describe_form(source)} in {checkpoint.folder}, {describe_form(wanted)} in `like`"
         raise FzeroError(path, problem, "give the tree that was saved, and cast what was loaded")
     source.is_frozen = is_frozen(leaf)
     return mark_embedding(source, is_embedding(leaf))

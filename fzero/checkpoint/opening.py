@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.arguments import check_arguments
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.checkpoint.folder import find_folder, list_steps
 from fzero.checkpoint.manifest import OTHERS, TAGS, Value, name_file, read_manifest, render_crc, tag_file
@@ -20,7 +21,7 @@ from fzero.checkpoint.places import Place
 from fzero.layout.splits import run_of, runs_in_parts
 from fzero.state.safetensors.header import DAMAGED, Entry
 from fzero.state.safetensors.reading import TensorFile
-from fzero.state.sources import check_range, describe
+from fzero.state.sources import check_range
 
 VERIFY_NBYTES = 1 << 20
 """Bytes that `Checkpoint.verify` reads at a time: few enough that the processor's cache holds them while they are
@@ -236,4 +237,4 @@ class StoredLeaf:
         return self._checkpoint.fingerprint.encode()
 
     def __repr__(self) -> str:
-        return f"StoredLeaf({self.path}: {describe(self)} in {self._checkpoint.folder})"
+        return f"StoredLeaf({self.path}: {describe_form(self)} in {self._checkpoint.folder})"

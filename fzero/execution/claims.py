@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.base.bits import copy_bytes, format_values, has_equal_bits
+from fzero.base.dtypes import describe_form, name_dtype
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import storage_key, version_of
 from fzero.execution.moves import Moves
@@ -193,7 +194,7 @@ class _Claim:
         elif isinstance(kind, frozenset) and RAGGED in kind and self._rank.rank != RANK:
             shape = tuple(value.shape if mine is None else mine.shape)
         strides = tuple((fake if mine is None else mine).stride())
-        dtypes = [str(x.dtype).removeprefix("torch.") for x in (fake, value)]
+        dtypes = [name_dtype(x.dtype) for x in (fake, value)]
         places = [x.device.type for x in (fake, value)]
         if tuple(value.shape) != shape:
             raise self._disagree(field, f"{says} the shape {list(shape)}", f"gives {list(value.shape)}")
@@ -319,7 +320,7 @@ def _format(span: range) -> str:
 
 def _describe(x: Any) -> str:
     if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        return describe_form(x)
     if isinstance(x, (list, tuple)):
         return f"[{', '.join(map(_describe, x))}]"
     return "nothing" if x is None else f"a {type(x).__name__}"

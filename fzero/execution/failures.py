@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.program.operation import EMITTED_BY, Node
 
@@ -25,7 +26,7 @@ def name_failure(node: Node, rank: int, find: Callable[[Node], Any], error: Exce
         return error
     given = [(x.meta.get("val"), find(x)) for x in node.all_input_nodes]
     pairs = [(fake, value) for fake, value in given if isinstance(fake, Tensor) and isinstance(value, Tensor)]
-    there, here = (", ".join(map(_describe, column)) for column in zip(*pairs)) if pairs else ("no tensors",) * 2
+    there, here = (", ".join(map(describe_form, column)) for column in zip(*pairs)) if pairs else ("no tensors",) * 2
     problem = f"raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}, of {here} on rank {rank}"
     way_out = "emit an operation that torch has for these operands"
     if here != there and not isinstance(error, NotImplementedError):
@@ -46,7 +47,3 @@ def name_failure_of_line(error: Exception, code: Any, nodes: Sequence[Node], ran
     values = trace.tb_frame.f_locals
     node = next((x for x in nodes if x.name == name), None)
     return error if node is None else name_failure(node, rank, lambda x: values.get(x.name), error)
-
-
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

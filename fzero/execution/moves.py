@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.dtypes import name_dtype
 from fzero.base.errors import FzeroError
 from fzero.base.sizes import format_size
 from fzero.program.comm import Comm
@@ -150,4 +151,4 @@ def _list_exchange(asked: Exchange, world: int) -> Comm | None:
 
 def _format_comm(entry: Comm) -> str:
     size = f"{entry.nbytes} B" if entry.nbytes < 1 << 20 else f"{format_size(entry.nbytes)} ({entry.nbytes} B)"
-    return f"{entry.op} over {entry.axis!r} of {str(entry.dtype).removeprefix('torch.')}, {size}"
+    return f"{entry.op} over {entry.axis!r} of {name_dtype(entry.dtype)}, {size}"

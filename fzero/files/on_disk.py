@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private
+from fzero.base.dtypes import name_dtype
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
 from fzero.files.memory import allocate_pinned_memory, new_buffer
@@ -56,7 +57,7 @@ class OnDisk(Tensor):
         return perform(*args, **(kwargs or {})) if perform else _run_on_copies(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = name_dtype(self.dtype)
         return f"OnDisk({dtype}[{self.numel()}] at byte {self.extent.start + self.start} of {self.extent.file.path})"
 
     def tolist(self) -> Any:

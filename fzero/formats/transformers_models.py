@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base import torch_private
+from fzero.base.dtypes import name_dtype
 from fzero.base.errors import FzeroError
 from fzero.formats.rearranged import Rearranged, name_tensor
 from fzero.state.sources import Source
@@ -102,7 +103,7 @@ def read_config(folder: Path) -> Any:
 def render_configs(model: Model, dtype: torch.dtype) -> dict[str, bytes]:
     """The configurations that transformers writes beside a model of this dtype, by file name."""
     config = copy.deepcopy(model.config)
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = name_dtype(dtype)
     config.architectures = [type(model).__name__]
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fzero.base.dtypes import name_dtype
 from fzero.base.sizes import format_size
 from fzero.layout.layout import Layout
 from fzero.pages.charts import Bar, draw_bars, draw_lanes, draw_legend, draw_stack
@@ -149,7 +150,7 @@ def _draw_entry(entry: Any) -> Bar:
 def _draw_communication(timeline: Timeline) -> str:
     groups: dict[tuple[str, str, str], list[Transfer]] = {}
     for each in timeline.transfers:
-        groups.setdefault((each.comm.op, each.comm.axis, str(each.comm.dtype).removeprefix("torch.")), []).append(each)
+        groups.setdefault((each.comm.op, each.comm.axis, name_dtype(each.comm.dtype)), []).append(each)
     rows = [
         (
             op, axis, dtype, str(len(members)), _write_bytes(sum(each.comm.nbytes for each in members)),

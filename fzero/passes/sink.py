@@ -41,7 +41,7 @@ def sink(program: Program, keys: Collection[Key]) -> Program:
         move = LeafMove(*node.args)
         slices[move.key] = move.value
         for loop in [user for user in node.users if is_tiles(user)]:
-            _gather_within(program, loop, node, kinds)
+            _gather_within(loop, node, kinds)
     for node in _list_moves(program, ops.scatter, keys):
         move = LeafMove(*node.args)
         item = item_of(move.value)
@@ -76,7 +76,7 @@ def _list_moves(program: Program, target: Any, keys: Collection[Key]) -> Iterato
     return (node for node in found if LeafMove(*node.args).key in keys)
 
 
-def _gather_within(program: Program, node: Node, gather: Node, kinds: Mapping[Node, Kind]) -> None:
+def _gather_within(node: Node, gather: Node, kinds: Mapping[Node, Kind]) -> None:
     """Give a loop the slice of a leaf in the place of the gathered leaf among its constants."""
     loop, (source, *leaf) = Loop(*node.args), gather.args
     body, constants = loop.body.copy(), list(loop.constants)

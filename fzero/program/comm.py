@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.base.dtypes import name_dtype
 from fzero.base.sizes import format_size
 from fzero.program.tables import LINES, fold_layers, limit_lines
 
@@ -50,6 +51,6 @@ class Comms(list[Comm]):
         for name, entries in groups:
             first, size = entries[0], format_size(sum(entry.nbytes for entry in entries))
             each = f"{format_size(first.nbytes):>10} {len(entries):>6} " if is_folded else ""
-            dtype = str(first.dtype).removeprefix("torch.")
+            dtype = name_dtype(first.dtype)
             rows.append(f"  {first.op:<15} {first.axis:<12} {name:<24} {each}{size:>10} {dtype}")
         return limit_lines(head if self else head[:1], rows, full)

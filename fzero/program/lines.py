@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fzero.base.dtypes import name_dtype
 from fzero.layout.layout import Layout
 from fzero.program.operation import Node
 from fzero.program.records import body_of
 
 
 def format_type(value: Tensor, shape: Sequence[int] | None = None) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape if shape is None else shape)}"
+    return f"{name_dtype(value.dtype)}{list(value.shape if shape is None else shape)}"
 
 
 def format_node(node: Node) -> str:

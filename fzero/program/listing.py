@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from fzero.base.dtypes import name_dtype
 from fzero.base.sizes import format_size
 from fzero.program.arguments import bucket_of, operand_of
 from fzero.program.comm import Comm
@@ -86,7 +87,7 @@ def _describe_node(program: Program, node: Node) -> list[Line]:
 
 def _describe_collective(program: Program, entry: Comm, values: str) -> Line:
     """The line of a collective of these `values`, with its axis where the mesh has several."""
-    size, dtype = format_size(entry.nbytes), str(entry.dtype).removeprefix("torch.")
+    size, dtype = format_size(entry.nbytes), name_dtype(entry.dtype)
     axis = f" over {entry.axis}" if len(program.mesh.names) > 1 else ""
     return _name_layer(f"{entry.op:<15} {{:<24}} {size:>10} {dtype}{axis}", entry.bucket or values)
 

@@ -75,6 +75,11 @@ def read_and_write(node: Node) -> Work:
     return Work(0, nbytes(values_of(node.all_input_nodes)) + nbytes(node.meta.get("val")))
 
 
+def join_operands(walk: Walk, node: Node) -> Any:
+    """The kind of a result whose elements depend on all elements of all operands."""
+    return walk.join(node, node.all_input_nodes, pointwise=False)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Operation:
     """The record of an operation, which nodes of a program call by `target`.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fzero.base.arguments import check_arguments, is_whole
+from fzero.base.dtypes import name_dtype
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.placement import Placement, check_placement
@@ -195,7 +196,7 @@ _FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda place: {"host": {"pin": place.pin}} if place.where == "host" else {"disk": str(place.path)},
         lambda data: _read_place(**data),
     ),
-    "reduce_dtype": (lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    "reduce_dtype": (name_dtype, lambda name: getattr(torch, name)),
     "mesh": (lambda mesh: mesh.sizes, lambda sizes: VirtualMesh(**sizes)),
     "rates": (Rates._asdict, lambda data: read_rates("rates", data)),
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.program.arguments import bucket_of, view_of
 from fzero.program.kinds import RAGGED, Buffer, Kind, Slice, axes_of
@@ -30,7 +31,7 @@ def refuse_emit(target: Any, args: Any, kwargs: Any, error: Exception) -> FzeroE
     given: list[Node] = []
     fx.map_arg((args, kwargs), given.append)
     values = [x.meta.get("val") for x in given]
-    sizes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values if isinstance(x, Tensor))
+    sizes = ", ".join(describe_form(x) for x in values if isinstance(x, Tensor))
     problem = f"cannot be emitted: {type(error).__name__}: {str(error).strip()}, of {sizes or 'no tensors'}"
     way_out = "give operands that it takes; a slice has the elements of a leaf that one rank holds, flat"
     return FzeroError(getattr(target, "__name__", str(target)), problem, way_out)

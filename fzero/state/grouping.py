@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import tree
 from fzero.base.arguments import is_whole
+from fzero.base.dtypes import name_dtype
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -85,8 +86,7 @@ def plan_buckets(
     return [
         (
             Layout(
-                (name if dtypes[name, axis] == 1 else f"{name}:{str(dtype).removeprefix('torch.')}")
-                + (f":{axis}" if axis else ""),
+                (name if dtypes[name, axis] == 1 else f"{name}:{name_dtype(dtype)}") + (f":{axis}" if axis else ""),
                 tuple(_leaf(tree.dotted(keys[i]), leaves[i], granularity, splits, mesh) for i in members),
                 mesh,
                 unit=unit,

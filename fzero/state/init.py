@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
+from fzero.base.dtypes import describe_form
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
@@ -17,7 +18,7 @@ from fzero.base.randomness import fold
 from fzero.files.memory import new_buffer
 from fzero.state.initializers import Initializer
 from fzero.state.partition import partition
-from fzero.state.sources import check_range, describe
+from fzero.state.sources import check_range
 
 DRAWN_TOGETHER = 2**20
 """Elements that one generator draws. Never change this number: another number gives other values for the same seed."""
@@ -94,4 +95,4 @@ class Initial:
         return values
 
     def __repr__(self) -> str:
-        return f"Initial({self.path}: {describe(self)})"
+        return f"Initial({self.path}: {describe_form(self)})"

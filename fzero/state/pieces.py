@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.layout.strides import Copy, extent, halve, runs, within
-from fzero.state.sources import Source, check_range, describe
+from fzero.state.sources import Source, check_range
 
 Parts = Iterable[tuple[Copy, Source]]
 """Sources, and the copies from their elements to those of the value."""
@@ -40,7 +41,7 @@ class PiecedSource:
         self._longest = max((extent(copy) for copy, _ in self._parts), default=0)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.path}: {describe(self)} in {self._where})"
+        return f"{type(self).__name__}({self.path}: {describe_form(self)} in {self._where})"
 
     def read(self, start: int, out: Tensor) -> None:
         flat, count = check_range(self, start, out), 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.layout.chunks import chunks
@@ -21,7 +22,6 @@ from fzero.layout.ranges import intersect
 from fzero.ranks.ranks import Ranks
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan, ranks_by_position
 from fzero.state.fill import chunk_numel
-from fzero.state.sources import describe
 
 ON_ITS_RANKS = "partition it on a mesh of all ranks that hold it, or give tensor.full_tensor()"
 
@@ -87,4 +87,4 @@ class RowSource:
         return Stretch(self.start, tensor.to_local().reshape(-1))
 
     def __repr__(self) -> str:
-        return f"RowSource({self.path or 'DTensor'}: {describe(self)})"
+        return f"RowSource({self.path or 'DTensor'}: {describe_form(self)})"

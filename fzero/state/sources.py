@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.dense import check_dense
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.layout.boxes import boxes
 from fzero.layout.layout import Layout
@@ -70,7 +71,7 @@ class TensorSource:
             done += piece.numel()
 
     def __repr__(self) -> str:
-        return f"TensorSource({self.path or 'tensor'}: {describe(self)})"
+        return f"TensorSource({self.path or 'tensor'}: {describe_form(self)})"
 
 
 def source_of(value: Any, path: str = "") -> Source:
@@ -126,7 +127,7 @@ def fingerprint(source: Source) -> int:
     A source that knows a shorter way to describe its values has a method `fingerprint` that returns bytes.
     """
     known = getattr(source, "fingerprint", None)
-    described = f"{source.path} {describe(source)} ".encode()
+    described = f"{source.path} {describe_form(source)} ".encode()
     return zlib.crc32(described + (_sample(source) if known is None else known()))
 
 
@@ -148,8 +149,3 @@ def _view_array(array: Any, path: str) -> Tensor:
         raise FzeroError(
             path, f"{problem}: {error}", "give a copy in a dtype and byte order of this machine"
         ) from error
-
-
-def describe(source: Source) -> str:
-    """Dtype and shape: `"float32[2, 3]"`."""
-    return f"{str(source.dtype).removeprefix('torch.')}{list(source.shape)}"

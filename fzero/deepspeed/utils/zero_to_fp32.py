@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fzero import checkpoint
 from fzero.base.arguments import check_arguments
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.deepspeed.absent import make_getattr, refuse_arguments
 from fzero.deepspeed.saving import find_folder
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     values = torch.load(Path(given.output_dir) / WEIGHTS, mmap=True)
     for name, value in values.items() if given.debug else ():
-        print(f"{name}  {str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+        print(f"{name}  {describe_form(value)}")
     print(f"{len(values)} tensors of {given.checkpoint_dir} in {Path(given.output_dir) / WEIGHTS}")
     return 0
 

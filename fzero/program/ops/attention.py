@@ -24,13 +24,11 @@ from torch import Tensor, fx, nn
 from fzero.base import torch_private_operators as private
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import FakeTensorMode
-from fzero.program.kinds import Kind
 from fzero.program.memory import Allocator
-from fzero.program.operation import Node, Work, read_and_write, values_of
+from fzero.program.operation import Node, Work, join_operands, read_and_write, values_of
 from fzero.program.records import name_of, register_for_tracing
 
 if TYPE_CHECKING:
-    from fzero.program.inference import Walk
     from fzero.program.program import Program
 
 TENSOR = "tensor"
@@ -246,10 +244,6 @@ def _order_as(x: Tensor, like: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape, strides)
 
 
-def _kind(walk: Walk, node: Node) -> Kind:
-    return walk.join(node, node.all_input_nodes, pointwise=False)
-
-
 def _count_pairs(node: Node) -> tuple[int, int, int]:
     """The pairs of positions of all heads, and the sizes of a key and of a value."""
     query, key, value = values_of(node.args[:3])
@@ -302,7 +296,7 @@ _OPERANDS = "Tensor[] blocks, Tensor[] captured, str how"
 flex_attention = register_for_tracing(
     f"flex_attention(Tensor query, Tensor key, Tensor value, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
     _make_fake,
-    kind=_kind,
+    kind=join_operands,
     perform=_perform(_run, _call),
     work=_work,
     memory=_allocate(SCORES),
@@ -313,7 +307,7 @@ flex_attention_backward = register_for_tracing(
     "flex_attention_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor grad, "
     f"Tensor? grad_lse, {_OPERANDS}) -> Tensor[]",
     _make_fake_backward,
-    kind=_kind,
+    kind=join_operands,
     perform=_perform(_run_backward, _call_backward),
     work=_work_backward,
     memory=_allocate(SCORES_BACKWARD),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fzero.base.dtypes import accumulator
+from fzero.base.dtypes import accumulator, name_dtype
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.program.comm import Comm
@@ -85,7 +85,7 @@ def check_leaves(program: Program, node: Node, leaves: Sequence[int]) -> None:
 
 def check_dtypes(program: Program, node: Node, values: Sequence[Node]) -> None:
     """Refuse values of several dtypes: the values of a buffer have one."""
-    dtypes = sorted({str(value.meta["val"].dtype).removeprefix("torch.") for value in values})
+    dtypes = sorted({name_dtype(value.meta["val"].dtype) for value in values})
     if len(dtypes) > 1:
         problem = f"moves {' and '.join(dtypes)} in one buffer"
         raise refuse_node(program, node, problem, "move each dtype on its own")

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from fzero.program.program import Program
 
 
-def _check(program: Program, node: Node) -> None:
+def check_leaf(program: Program, node: Node) -> None:
+    """Refuse a bucket or leaf that the program does not have, where a node names one leaf."""
     check_leaves(program, node, [node.args[2]])
 
 
@@ -92,7 +93,7 @@ gather = register_for_tracing(
     lambda x, bucket, leaf, shape: x.new_empty(shape),
     names="leaf",
     kind=_gather_kind,
-    check=_check,
+    check=check_leaf,
     moves=list_gather,
     memory=_gather_memory,
     work=lambda node: NO_WORK,
@@ -131,7 +132,7 @@ scatter = register_for_tracing(
     lambda x, bucket, leaf, numel, replicas=True: x.new_empty(numel),
     names="leaf",
     kind=_scatter_kind,
-    check=_check,
+    check=check_leaf,
     moves=list_scatter,
     memory=_scatter_memory,
     work=lambda node: NO_WORK,
@@ -153,7 +154,8 @@ def _take_kind(walk: Walk, node: Node) -> Kind:
     return Slice(node.args[1], node.args[2], walk.own.intersection(walk.of(node.args[0])))
 
 
-def _take_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+def place_slice(allocator: Allocator, node: Node) -> tuple[Any, ...]:
+    """The memory of this rank's slice of the leaf that a node names, a view of the operand."""
     return (allocator.view(node)._replace(counts=allocator.count(allocator.program.layout_of(node), node.args[2])),)
 
 
@@ -167,9 +169,9 @@ take = register_for_tracing(
     lambda x, bucket, leaf, numel: x.reshape(-1)[:numel],
     names="leaf",
     kind=_take_kind,
-    check=_check,
+    check=check_leaf,
     shares=lambda node: True,
-    memory=_take_memory,
+    memory=place_slice,
     work=lambda node: NO_WORK,
     perform=_take,
     transpose=gather_leaf,

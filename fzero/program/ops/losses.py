@@ -16,20 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fzero.program.kinds import Kind
-from fzero.program.operation import Node, Operation, Work, nbytes, values_of
+from fzero.program.operation import Node, Operation, Work, join_operands, nbytes, values_of
 from fzero.program.records import register, register_for_tracing
 
 if TYPE_CHECKING:
-    from fzero.program.inference import Walk
     from fzero.program.memory import Allocator
 
 _aten = torch.ops.aten
 _OPERANDS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank"
-
-
-def _kind(walk: Walk, node: Node) -> Kind:
-    return walk.join(node, node.all_input_nodes, pointwise=False)
 
 
 def _run(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int) -> Tensor:
@@ -47,13 +41,13 @@ def _run_backward(
 ctc_loss = register_for_tracing(
     f"ctc_loss({_OPERANDS}) -> Tensor",
     lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]),
-    kind=_kind,
+    kind=join_operands,
     perform=lambda program, node, rank: _run,
 )
 ctc_loss_backward = register_for_tracing(
     f"ctc_loss_backward(Tensor grad, {_OPERANDS}, bool zero_infinity) -> Tensor",
     lambda grad, log_probs, *_: torch.empty_like(log_probs),
-    kind=_kind,
+    kind=join_operands,
     perform=lambda program, node, rank: _run_backward,
 )
 
@@ -127,7 +121,7 @@ def _register(target: Callable[..., None], run: Callable[..., None]) -> None:
             name=target.__name__,
             target=target,
             fake=target,
-            kind=_kind,
+            kind=join_operands,
             writes=_list_writes,
             work=_work,
             memory=_memory,

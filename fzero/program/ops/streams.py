@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation
-from fzero.program.ops.buckets import check_leaves
+from fzero.program.ops.leaves import check_leaf, place_slice
 from fzero.program.records import register
 from fzero.ranks.exchanges import Rank
 
@@ -38,10 +38,6 @@ def cut(x: Tensor, bucket: str, leaf: int, chunk: str, count: int, numel: int) -
 def join(chunks: Tensor, bucket: str, leaf: int, chunk: str, numel: int) -> Tensor:
     """The slice of `numel` elements that stacked chunks begin with."""
     return chunks.view(-1)[:numel]
-
-
-def _check(program: Program, node: Node) -> None:
-    check_leaves(program, node, [node.args[2]])
 
 
 def _cut_kind(walk: Walk, node: Node) -> Kind:
@@ -71,10 +67,6 @@ def _join_kind(walk: Walk, node: Node) -> Kind:
     return Slice(bucket, leaf, over)
 
 
-def _join_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    return (allocator.view(node)._replace(counts=allocator.count(allocator.program.layout_of(node), node.args[2])),)
-
-
 def _join(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     numel = len(program.layout_of(node).part(node.args[2], rank.rank))
     return lambda chunks, *_: chunks.view(-1)[:numel]
@@ -82,10 +74,10 @@ def _join(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
 
 _QUIET: dict[str, Any] = {
     "names": "leaf",
-    "check": _check,
+    "check": check_leaf,
     "shares": lambda node: True,
     "work": lambda node: NO_WORK,
     "is_quiet": True,
 }
 register(Operation(name="cut", target=cut, fake=cut, kind=_cut_kind, memory=_cut_memory, perform=_cut, **_QUIET))
-register(Operation(name="join", target=join, fake=join, kind=_join_kind, memory=_join_memory, perform=_join, **_QUIET))
+register(Operation(name="join", target=join, fake=join, kind=_join_kind, memory=place_slice, perform=_join, **_QUIET))

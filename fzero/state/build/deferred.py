@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import torch_private
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DispatchMode, map_pytree_only, pytree_leaves, storage_key
 from fzero.state.build.store import Allocation, Store, closed_error
@@ -64,7 +65,7 @@ class Deferred(Tensor):
         return copied
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Deferred({_describe(self)})"
+        return f"Deferred({describe_form(self)})"
 
 
 @contextmanager
@@ -293,14 +294,12 @@ def _find_storages(tree: Any) -> set[int]:
     return {storage_key(x) for x in pytree_leaves(tree) if type(x) is Tensor and x.layout is torch.strided}
 
 
-def _describe(value: Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
 def _refusal(func: Any, value: Tensor) -> FzeroError:
     name = getattr(func, "__name__", str(func))
     return FzeroError(
-        "fzero.build", f"the constructor calls {name} on a {_describe(value)}, which has no memory of its own", WAY_OUT
+        "fzero.build",
+        f"the constructor calls {name} on a {describe_form(value)}, which has no memory of its own",
+        WAY_OUT,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
+from fzero.base.dtypes import name_dtype
 from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk
 from fzero.files import allocate
@@ -185,7 +186,7 @@ def _view_bytes(tensor: Tensor) -> Tensor:
 
 def closed_error(shape: torch.Size, dtype: torch.dtype) -> FzeroError:
     """The error for a use of a tensor after its construction ended."""
-    name = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    name = f"{name_dtype(dtype)}{list(shape)}"
     return FzeroError(
         "fzero.build",
         f"this {name} is of a module that was built already, and is cut over the ranks",

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fzero.base.arguments import check_arguments
+from fzero.base.dtypes import describe_form
 from fzero.base.errors import FzeroError
 from fzero.state.safetensors.header import DAMAGED, PREFIX, Entry, Header, parse_header, parse_length
 from fzero.state.safetensors.transfer import read_elements
-from fzero.state.sources import check_range, describe
+from fzero.state.sources import check_range
 
 CHANGED = "leave a file alone until every rank has read its part, then open it again"
 PATTERNS = ("model.safetensors", "model.safetensors.index.json", "*.safetensors.index.json", "*.safetensors")
@@ -131,7 +132,7 @@ class FileSource:
         self.file.read(self._entry, start, out, self.path)
 
     def __repr__(self) -> str:
-        return f"FileSource({self.path}: {describe(self)} in {self.file.path})"
+        return f"FileSource({self.path}: {describe_form(self)} in {self.file.path})"
 
 
 @check_arguments
