@@ -209,3 +209,10 @@ def test_an_operation_performed_in_another_way_does_not_inherit_how() -> None:
     assert (own.starts, own.names) == (like.starts, like.names)
     assert (own.work, own.alias_at) == (default["work"], default["alias_at"])
     assert own.memory not in (None, like.memory) and own.is_foreign
+
+
+def test_an_operation_from_outside_does_not_inherit_what_passes_put_in_its_place() -> None:
+    """A mean of its own, such as one of rounded numbers, is neither dropped, nor cast, nor taken with others."""
+    known = record(ops.define("mean_of_my_own", like=ops.all_reduce))
+    assert (known.together, known.mean_of, known.is_identity) == (None, None, None)
+    assert known.moves is not None and None not in (record(ops.all_reduce).together, record(ops.scatter).mean_of)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.base.errors import FzeroError
-from fzero.ranks.exchanges import AllToAll, begin
+from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, begin
 from fzero.ranks.live import live
 from fzero.ranks.transports import Alone, Native, Pending, PointToPoint, SameHost, Splits, Transport
 
@@ -193,10 +193,13 @@ class Nobody:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_one_rank_alone_gets_what_it_gives_in_new_memory() -> None:
+def test_one_rank_alone_gets_what_it_gives() -> None:
+    """In new memory, but of an all-gather, whose block nothing overwrites."""
     given = blocks_of(0, 1, 7, torch.float32)
-    found = begin(AllToAll("all_to_all", "fsdp", given), Alone(), Nobody()).wait()  # type: ignore[arg-type]
-    assert are_same_bits(found, given) and found.data_ptr() != given.data_ptr()
+    asked = [AllToAll("x", "fsdp", given), AllReduce("x", "fsdp", given, "avg"), AllGather("x", "fsdp", given)]
+    found = [begin(exchange, Alone(), Nobody()).wait() for exchange in asked]  # type: ignore[arg-type]
+    assert all(are_same_bits(x, given) for x in found)
+    assert [x.data_ptr() == given.data_ptr() for x in found] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
