@@ -213,6 +213,9 @@ def test_an_operation_performed_in_another_way_does_not_inherit_how() -> None:
 
 def test_an_operation_from_outside_does_not_inherit_what_passes_put_in_its_place() -> None:
     """A mean of its own, such as one of rounded numbers, is neither dropped, nor cast, nor taken with others."""
-    known = record(ops.define("mean_of_my_own", like=ops.all_reduce))
+    known = ops.record(ops.define("mean_of_my_own", like=ops.all_reduce))
     assert (known.together, known.mean_of, known.is_identity) == (None, None, None)
-    assert known.moves is not None and None not in (record(ops.all_reduce).together, record(ops.scatter).mean_of)
+    assert known.moves is not None and None not in (
+        ops.record(ops.all_reduce).together,
+        ops.record(ops.scatter).mean_of,
+    )
