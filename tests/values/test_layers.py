@@ -257,16 +257,15 @@ def train(loss: Any, scan: Scan) -> Any:
 
 
 def step_plainly(loss: Any, world: int) -> Any:
-    """The step of so many ranks in plain torch, layer by layer: each rank has the loss of its rows, and gradients are
-    means over ranks."""
+    """The step of so many ranks in plain torch, layer by layer: each rank has the loss of its rows, and loss and
+    gradients are means over ranks."""
     p, optimizer = params(), optim.adamw(1e-2)
     values, grads = zip(*(
         fzero.value_and_grad(lambda p, x=x: loss(one_by_one, p, x))(p) for x in batch().chunk(world)
     ))  # fmt: skip
     mean = tree.map(lambda *each: sum(each) / world, *grads)
     updates, state = optimizer.update(mean, optimizer.init(p), p)
-    value = torch.stack(values) if world > 1 else values[0]
-    return optim.apply_updates(p, updates), state, value, mean
+    return optim.apply_updates(p, updates), state, torch.stack(values).mean(), mean
 
 
 CELLS = [[(1, 1, True), (3, 2, False), (2, 3, True)], [(2, 1, False), (1, 2, True), (3, 3, False)]]
