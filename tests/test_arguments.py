@@ -108,8 +108,8 @@ def test_values_of_another_type_are_named(subtests: pytest.Subtests) -> None:
     for function, name, hint in ARGUMENTS:
         wrong = [value for value in OTHERS if not is_of(value, hint)]
         assert len(wrong) >= 6
-        for value in wrong:
-            with subtests.test(f"{function}({name}={value!r:.80})"):
+        with subtests.test(f"{function}({name})"):
+            for value in wrong:
                 with pytest.raises(FzeroError, match=rf"\b{name}: is ") as caught:
                     PUBLIC[function](**fill(PUBLIC[function], **{name: value}))
                 assert f"{value!r:.80}" in caught.value.problem and caught.value.way_out == f"give {describe(hint)}"
