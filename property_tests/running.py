@@ -33,8 +33,12 @@ def as_written(step: TrainStep) -> Running:
 
 def finished(step: TrainStep) -> Running:
     """The step after its default passes."""
-    running = as_written(step)
-    return running._replace(program=apply(running.program, *defaults(stage=step.stage, in_place=step.donate)))
+    return finish(as_written(step), step)
+
+
+def finish(written: Running, step: TrainStep) -> Running:
+    """A step behind its default passes, from the step before them."""
+    return written._replace(program=apply(written.program, *defaults(stage=step.stage, in_place=step.donate)))
 
 
 def assert_equal(got: Outputs, expected: Outputs, tolerance: float | None = None) -> None:

@@ -104,15 +104,15 @@ def test_functions_and_their_arguments_are_found() -> None:
     assert {"memory", "stage", "donate", "persist", "label_smoothing", "keep", "version", "compile"} <= names
 
 
-@pytest.mark.parametrize(("function", "name"), [case[:2] for case in ARGUMENTS])
-def test_a_value_of_another_type_is_named(function: str, name: str) -> None:
-    hint = get_type_hints(PUBLIC[function])[name]
-    wrong = [value for value in OTHERS if not is_of(value, hint)]
-    assert len(wrong) >= 6
-    for value in wrong:
-        with pytest.raises(FzeroError, match=rf"\b{name}: is ") as caught:
-            PUBLIC[function](**fill(PUBLIC[function], **{name: value}))
-        assert f"{value!r:.80}" in caught.value.problem and caught.value.way_out == f"give {describe(hint)}"
+def test_values_of_another_type_are_named(subtests: pytest.Subtests) -> None:
+    for function, name, hint in ARGUMENTS:
+        wrong = [value for value in OTHERS if not is_of(value, hint)]
+        assert len(wrong) >= 6
+        with subtests.test(f"{function}({name})"):
+            for value in wrong:
+                with pytest.raises(FzeroError, match=rf"\b{name}: is ") as caught:
+                    PUBLIC[function](**fill(PUBLIC[function], **{name: value}))
+                assert f"{value!r:.80}" in caught.value.problem and caught.value.way_out == f"give {describe(hint)}"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-from collections.abc import Callable
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from processes import run
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import fzero
@@ -261,16 +262,17 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_two_ranks_train_as_under_ddp(tmp_path: Path) -> None:
-    run: Callable[..., Any] = subprocess.run
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    done = run(
-        [*command, "--nproc-per-node", "2", __file__, str(tmp_path)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as an agent of torchrun has one
+    run(2, check_rank, store.port, tmp_path, lost=(), timeout=240.0)
 
 
-def check_rank(folder: Path) -> None:
-    """What each of two ranks does: train under DDP and here, save, and go on here."""
+def check_rank(mesh: DeviceMesh, port: int, folder: Path) -> None:
+    """What each of two ranks does, with what torchrun tells it: train under DDP and here, save, and go on here."""
+    rank = str(mesh.get_rank())
+    dist.destroy_process_group()  # Lightning makes its own
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     modules = Module(), Module(), Module()
     named: Any = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_progress_bar": False}
     named |= {"enable_model_summary": False, "gradient_clip_val": 0.3, "default_root_dir": folder}
@@ -286,7 +288,3 @@ def check_rank(folder: Path) -> None:
     assert (len(first.losses), len(second.losses)) == (3, 3)  # this rank's half of each epoch
     assert [*first.losses, *second.losses] == pytest.approx(plain.losses, abs=1e-6)
     assert [*first.scores[-3:], *second.scores[-3:]] == pytest.approx(plain.scores[-6:], abs=1e-6)
-
-
-if __name__ == "__main__":
-    check_rank(Path(sys.argv[1]))

@@ -57,12 +57,20 @@ def parse_file(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+@functools.cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, which is walked once for all tests."""
+    if isinstance(tree, ast.Module):
+        return (tree, *(node for statement in tree.body for node in walk(statement)))
+    return tuple(ast.walk(tree))
+
+
 def imports(name: str, *, typing: bool = True) -> Iterator[str]:
     """The modules of fzero that a module imports, anywhere in its file; with `typing` those for annotations too."""
     body = parse(name).body
     if not typing:
         body = [node for node in body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
-    for node in (node for statement in body for node in ast.walk(statement)):
+    for node in (node for statement in body for node in walk(statement)):
         if isinstance(node, ast.Import):
             yield from (inside(alias.name) for alias in node.names if is_fzero(alias.name))
         elif isinstance(node, ast.ImportFrom):
@@ -252,11 +260,12 @@ def test_functions_are_verbs(subtests: pytest.Subtests) -> None:
 # homes of operations
 
 
+@functools.cache
 def names_in(tree: ast.Module) -> set[str]:
     """Identifiers of a file's code and the strings in it, but for docstrings. `a.b` is there as "b" and as "a.b"."""
     names: set[str] = set()
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docs = {id(node.value) for node in walk(tree) if isinstance(node, ast.Expr)}
+    for node in walk(tree):
         match node:
             case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
@@ -304,7 +313,7 @@ def names_of_instances(tree: ast.AST) -> set[str]:
     """The classes that a file asks for: `isinstance(x, (a.B, C))` has "B" and "C"."""
     return {
         name
-        for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        for node in walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"
         for each in ast.walk(node.args[1]) if (name := getattr(each, "attr", getattr(each, "id", None)))
     }  # fmt: skip
 
@@ -335,7 +344,7 @@ def counted_arguments(tree: ast.AST) -> list[str]:
     (`self.args`) are not of a node."""
     return [
         ast.unparse(node)
-        for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
+        for node in walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)
         if node.value.attr == "args" and ast.unparse(node.value) != "self.args"
         if any(isinstance(each, ast.Constant) for each in ast.walk(node.slice))
     ]  # fmt: skip
@@ -374,7 +383,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
     Names of operators are not among them: `torch.ops.aten._to_copy`, `torch._foreach_add`.
     """
     bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
@@ -384,12 +393,19 @@ def private_names(tree: ast.Module) -> Iterator[str]:
             for alias in node.names:
                 bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield from [f"{node.module}.{alias.name}"] * is_private(f"{node.module}.{alias.name}")
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute):
-            root, _, rest = ast.unparse(node).partition(".")
-            name = f"{bound.get(root, '')}.{rest}"
-            if root in bound and re.fullmatch(r"[\w.]+", name) and is_private(name):
+            root, *rest = list_parts(node)
+            name = ".".join([bound.get(root, ""), *rest])
+            if root in bound and is_private(name):
                 yield name
+
+
+def list_parts(node: ast.AST) -> list[str]:
+    """The names of `a.b.c`, in order; "" for a value that is no name."""
+    if isinstance(node, ast.Attribute):
+        return [*list_parts(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else [""]
 
 
 def is_private(name: str) -> bool:
@@ -437,7 +453,7 @@ an optional part of torch, so `mesh` may be `Any` there."""
 
 def untyped(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """`(line, name)` of the arguments and attributes of central names that are `Any`."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         match node:
             case ast.arg(arg=name, annotation=annotation) if annotation is not None:
                 pass
@@ -481,7 +497,7 @@ def test_layers_use_public_names_and_are_short(name: str) -> None:
     inner = {other for other in imports(name) if room(other) != "parallel"} - {"", *fzero.__all__}
     advice = "a layer uses `import fzero` and what `fzero.parallel` exports"
     assert inner <= {"values.ragged", "base.arguments"}, f"fzero.{name} imports {sorted(inner)}: {advice}"
-    for each in ast.walk(parse(name)):
+    for each in walk(parse(name)):
         if isinstance(each, ast.FunctionDef) and each.end_lineno is not None:
             lines = each.end_lineno - each.lineno + 1
             assert lines <= MAX_LINES_OF_VARIANT, f"fzero.{name}.{each.name} has {lines} lines"
@@ -502,7 +518,7 @@ def test_variants_use_public_names_only(name: str) -> None:
     assert not inner, f"fzero.{name} imports {sorted(inner)}: a variant uses `from fzero import ...` and fzero.variants"
     roots = {
         module.split(".")[0]
-        for node in ast.walk(parse(name)) if isinstance(node, (ast.Import, ast.ImportFrom))
+        for node in walk(parse(name)) if isinstance(node, (ast.Import, ast.ImportFrom))
         for module in ([absolute(name, node)] if isinstance(node, ast.ImportFrom) else [x.name for x in node.names])
     }  # fmt: skip
     others = roots - {"fzero", "torch", *sys.stdlib_module_names}
@@ -540,7 +556,7 @@ def test_modules_import_what_is_declared() -> None:
     allowed, wrong = NEEDED | OPTIONAL | {"fzero", *sys.stdlib_module_names}, {}
     for name, path in MODULES.items():
         roots = set()
-        for node in ast.walk(parse(name)):
+        for node in walk(parse(name)):
             if isinstance(node, ast.Import):
                 roots |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

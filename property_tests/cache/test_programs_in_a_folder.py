@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import given
+from programs import Case
 
 import fzero
 from fzero import tree
@@ -21,7 +22,7 @@ from fzero.ranks.virtual import virtual
 from fzero.testing.steps import TrainStep
 from fzero.testing.strategies import train_steps
 from property_tests.laws import everything, slow
-from property_tests.running import assert_equal, finished
+from property_tests.running import assert_equal
 
 
 class Counting(Pipeline[Program]):
@@ -64,5 +65,5 @@ def test_a_random_step_from_a_file_is_the_one_that_was_traced(step: TrainStep) -
     assert first.traces == 1 and (second.traces == 0 or any("is traced" in message for message in said))
     assert find_difference(restored, traced) is None
     assert restored.lines() == traced.lines() and str(restored) == str(traced)
-    running = finished(step)
-    assert_equal(running.outputs(restored), running.outputs(traced), None)
+    case = Case(step, step.mesh, args)
+    assert_equal(case.run(restored), case.run(traced), None)

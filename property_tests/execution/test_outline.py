@@ -17,18 +17,11 @@ from property_tests.running import assert_equal, finished
 @given(train_steps())
 @slow
 def test_outlining_preserves_meaning(step: TrainStep) -> None:
+    """Fragments take and give what all ranks have, in the same sizes: one is compiled for sizes that the program
+    shows."""
     running = finished(step)
     program = outline(running.program)
     program.graph.lint()
-    assert_equal(running.outputs(program), running.outputs(), None)
-
-
-@given(train_steps())
-@slow
-def test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes(step: TrainStep) -> None:
-    """A compiled fragment is made for the sizes that the program shows."""
-    running = finished(step)
-    program = outline(running.program)
 
     def check(node: Node, values: list[dict[Node, Any]]) -> None:
         if isinstance(node.target, Fragment):
@@ -37,4 +30,4 @@ def test_fragments_take_and_give_what_all_ranks_have_in_the_same_sizes(step: Tra
                 assert [x.shape for x in taken] == [x.shape for x in node.target.inputs]
                 assert [x.shape for x in mine[node]] == [x.shape for x in node.meta["val"]]
 
-    running.outputs(program, check)
+    assert_equal(running.outputs(program, check), running.outputs(), None)

@@ -32,10 +32,15 @@ def test_each_pass_preserves_meaning(step: TrainStep) -> None:
     running = as_written(step)
     program, outputs = running.program, running.outputs()
     for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
-        program = rewrite(program)
+        given, text = program, str(program.graph)
+        program = rewrite(given)
+        assert str(given.graph) == text, "a pass leaves the program that it is given as it was"
         program.graph.lint()
         before, outputs = outputs, running.outputs(program)
         assert_equal(outputs, before, step.tolerance if name_of(rewrite) in REORDER else None)
+        if rewrite is passes.relieve:  # which raises no peak and moves no collective
+            assert program.memory().peak <= given.memory().peak
+            assert program.comm() == given.comm()
 
 
 ALONE: list[Pass] = [
@@ -78,26 +83,3 @@ def test_each_pass_preserves_meaning_alone(step: TrainStep) -> None:
     for rewrite in ALONE:
         tolerance = step.tolerance if name_of(rewrite) in REORDER else None
         assert_equal(running.outputs(rewrite(running.program)), outputs, tolerance)
-
-
-@given(train_steps())
-@slow
-def test_passes_leave_the_program_that_they_are_given_as_it_was(step: TrainStep) -> None:
-    program = as_written(step).program
-    for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
-        before, rewritten = str(program.graph), rewrite(program)
-        assert str(program.graph) == before
-        program = rewritten
-
-
-@given(train_steps())
-@slow
-def test_relieve_raises_no_peak_and_moves_no_collective(step: TrainStep) -> None:
-    program = as_written(step).program
-    for rewrite in passes.defaults(stage=step.stage, in_place=step.donate):
-        if rewrite is passes.relieve:
-            before, program = program, rewrite(program)
-            assert program.memory().peak <= before.memory().peak
-            assert program.comm() == before.comm()
-            return
-        program = rewrite(program)

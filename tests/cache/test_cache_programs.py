@@ -22,12 +22,19 @@ from fzero.variants.int8_scatter import int8_scatter
 from fzero.variants.power_sgd import power_sgd
 
 
+class NoFile(Exception):
+    """A program is about to be traced, because the folder has none."""
+
+
 class Counting(Pipeline[Program]):
     """Counts its traces. Nothing is put in the place of fzero's functions, which a key would know."""
 
     traces = 0
+    may_trace = True
 
     def program(self, args: tuple[Any, ...]) -> Program:
+        if not self.may_trace:
+            raise NoFile
         self.traces += 1
         return super().program(args)
 
@@ -43,6 +50,17 @@ class Process:
 
     def prepare(self) -> Program:
         return self.pipeline.prepare(*self.given)
+
+    def has_file(self) -> bool:
+        """Whether the folder has the program; where it has none, nothing is traced."""
+        self.pipeline.may_trace = False
+        try:
+            self.prepare()
+        except NoFile:
+            return False
+        finally:
+            self.pipeline.may_trace = True
+        return True
 
     @property
     def traces(self) -> int:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import threading
 import zlib
 from pathlib import Path
@@ -22,9 +23,19 @@ from fzero.program.program import Program
 CASE = STEPS["unrolled"](VirtualMesh(fsdp=2))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Program]:
+    """A folder, and the program that is in it."""
+    folder = tmp_path_factory.mktemp("written")
+    return folder, Process(CASE, folder).prepare()
+
+
 @pytest.fixture
-def traced(tmp_path: Path) -> Program:
-    return Process(CASE, tmp_path).prepare()
+def traced(written: tuple[Path, Program], tmp_path: Path) -> Program:
+    """The program of a folder of each test's own."""
+    folder, program = written
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return program
 
 
 def only_file(folder: Path) -> Path:

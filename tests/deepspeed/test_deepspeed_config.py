@@ -32,15 +32,16 @@ def test_every_key_has_a_meaning_and_a_note() -> None:
     assert all(key.note for key in KEYS.values()) and all(path == key.path for path, key in KEYS.items())
 
 
-@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if not path.endswith("*") and not key.alias_of])
-def test_every_key_may_have_its_default(path: str) -> None:
-    block: dict[str, Any] = {}
-    at = block
-    *heads, last = path.split(".")
-    for head in heads:
-        at = at.setdefault(head, {})
-    at[last] = KEYS[path].default
-    assert path in read_config(block) or "cpu_offload" in path
+def test_every_key_may_have_its_default(subtests: pytest.Subtests) -> None:
+    for path in [path for path, key in KEYS.items() if not path.endswith("*") and not key.alias_of]:
+        with subtests.test(path):
+            block: dict[str, Any] = {}
+            at = block
+            *heads, last = path.split(".")
+            for head in heads:
+                at = at.setdefault(head, {})
+            at[last] = KEYS[path].default
+            assert path in read_config(block) or "cpu_offload" in path
 
 
 SIZES = [
@@ -219,11 +220,16 @@ def describe(config: dict[str, Any]) -> str:
     return repr((found._replace(scaler=None), numbers))
 
 
-@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.meaning in ("honoured", "mapped")])
-def test_a_key_with_a_meaning_changes_the_settings(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or is refused by name, with a value that makes no sense beside the others. So no key is dropped on the way."""
+def test_keys_with_a_meaning_change_the_settings(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or are refused by name, with a value that makes no sense beside the others. So no key is dropped on the way."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    key, path = KEYS[path], path.removesuffix(".*")
+    for path, key in KEYS.items():
+        if key.meaning in ("honoured", "mapped"):
+            with subtests.test(path):
+                check_meaning(path.removesuffix(".*"), key)
+
+
+def check_meaning(path: str, key: Any) -> None:
     block: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     for prefix, needed in CONTEXT.items():
         for name, value in needed.items() if path.startswith(prefix) else ():

@@ -19,18 +19,18 @@ from fzero import VirtualMesh
 SHORT = {"gradient_accumulation_steps": 2, "max_steps": 6, "logging_nan_inf_filter": False}
 
 
-def make_plain(folder: Path, cls: Any, **changed: Any) -> Any:
+def make_plain(folder: Path, cls: Any, kind: str = "bigram", **changed: Any) -> Any:
     """transformers' Trainer in float16 on a CPU, where accelerate refuses it: with what accelerate has on a GPU."""
     arguments = make_arguments(folder, **SHORT, **changed)
-    trainer = cls(make_model("llama"), arguments, train_dataset=make_dataset())
+    trainer = cls(make_model(kind), arguments, train_dataset=make_dataset())
     trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler("cpu")
     trainer.accelerator.state._mixed_precision = "fp16"
     return trainer
 
 
-def make_ours(folder: Path, cls: Any, ranks: int = 2, **changed: Any) -> Any:
+def make_ours(folder: Path, cls: Any, ranks: int = 2, kind: str = "bigram", **changed: Any) -> Any:
     arguments = make_arguments(folder, **SHORT, **changed, fp16=True)
-    return cls(make_model("llama"), arguments, train_dataset=make_dataset(), mesh=VirtualMesh(fsdp=ranks))
+    return cls(make_model(kind), arguments, train_dataset=make_dataset(), mesh=VirtualMesh(fsdp=ranks))
 
 
 def enlarge(base: Any) -> Any:
@@ -49,9 +49,9 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 def test_fp16_trains_as_plain(tmp_path: Path) -> None:
-    expected = make_plain(tmp_path, transformers.Trainer)
+    expected = make_plain(tmp_path, transformers.Trainer, "llama")
     expected.train()  # before other arguments are made, which reset the state that accelerate shares
-    got = make_ours(tmp_path, fzero.hf.Trainer)
+    got = make_ours(tmp_path, fzero.hf.Trainer, kind="llama")
     got.train()
     assert_close(got, expected)
     assert float(got.sharded.scale.scale.full_tensor()) == expected.accelerator.scaler.get_scale()

@@ -19,13 +19,13 @@ from fzero import FzeroError, VirtualMesh
 SHORT = {"max_steps": 3, "gradient_accumulation_steps": 1}
 
 
-def make(folder: Path, kind: str = "gpt2", mesh: Any = None, stage: int | None = None, **changed: Any) -> Any:
+def make(folder: Path, kind: str = "bigram", mesh: Any = None, stage: int | None = None, **changed: Any) -> Any:
     arguments = make_arguments(folder, **{**SHORT, **changed})
     mesh = VirtualMesh(fsdp=2) if mesh is None else mesh
     return fzero.hf.Trainer(make_model(kind), arguments, train_dataset=make_dataset(), mesh=mesh, stage=stage)
 
 
-def assert_trains_as_plain(got: Any, folder: Path, kind: str = "gpt2") -> None:
+def assert_trains_as_plain(got: Any, folder: Path, kind: str = "bigram") -> None:
     """transformers trains with fsdp on several processes alone, with the numbers of a run without."""
     plain = transformers.Trainer(make_model(kind), make_arguments(folder, **SHORT), train_dataset=make_dataset())
     plain.train()
@@ -49,9 +49,10 @@ MEANT: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("case", MEANT)
 def test_a_stage_is_meant(case: str, tmp_path: Path) -> None:
     changed, stage = MEANT[case]
-    got = make(tmp_path, **changed)
+    kind = "gpt2" if case == "words" else "bigram"  # which name a class of GPT-2
+    got = make(tmp_path, kind, **changed)
     assert got.stage == stage and got.args.fsdp
-    assert_trains_as_plain(got, tmp_path)
+    assert_trains_as_plain(got, tmp_path, kind)
 
 
 def test_offload_is_the_host(tmp_path: Path) -> None:

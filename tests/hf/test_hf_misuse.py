@@ -27,7 +27,7 @@ OURS = BOTH[1:]
 
 def train(cls: Any, folder: Path, mesh: Any, **named: Any) -> Any:
     arguments = make_arguments(folder, max_steps=3, gradient_accumulation_steps=1)
-    trainer = cls(make_model(), arguments, train_dataset=make_dataset(), **mesh, **named)
+    trainer = cls(make_model("bigram"), arguments, train_dataset=make_dataset(), **mesh, **named)
     trainer.train()
     return trainer
 
@@ -171,7 +171,7 @@ def test_a_number_of_tokens_with_a_fraction_is_rounded_up_as_in_transformers() -
 def test_adafactor_of_torch_means_the_same(tmp_path: Path) -> None:
     logs = []
     for cls, mesh in BOTH:
-        model = make_model()
+        model = make_model("bigram")
         optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
         arguments = make_arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1)
         trainer = cls(model, arguments, train_dataset=make_dataset(), optimizers=(optimizer, None), **mesh)

@@ -116,7 +116,7 @@ def test_a_model_of_model_init_goes_on_from_a_checkpoint_and_trains_twice(tmp_pa
     trainers = []
     for name, cls, mesh in BOTH:
         changed = {"max_steps": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        trainer = train(cls, tmp_path / name, changed, model_init=lambda: make_model(), **mesh)
+        trainer = train(cls, tmp_path / name, changed, model_init=lambda: make_model("bigram"), **mesh)
         trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))
         trainers.append(trainer)
     assert_equal(trainers[1], trainers[0])
@@ -125,7 +125,7 @@ def test_a_model_of_model_init_goes_on_from_a_checkpoint_and_trains_twice(tmp_pa
 def test_a_given_optimizer_and_its_schedule_mean_the_same(tmp_path: Path) -> None:
     trainers = []
     for name, cls, mesh in BOTH:
-        model = make_model()
+        model = make_model("bigram")
         bias = [x for x in model.parameters() if x.ndim == 1]
         others = [x for x in model.parameters() if x.ndim > 1]
         optimizer = torch.optim.SGD([{"params": bias, "lr": 0.1}, {"params": others}], lr=0.5, momentum=0.9)

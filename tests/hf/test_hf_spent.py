@@ -120,11 +120,11 @@ class Freezer(TrainerCallback):
     """Freezes a parameter while the model trains."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        model.lm_head.requires_grad_(False)
+        model.head.requires_grad_(False)
 
 
 def test_a_callback_that_freezes_is_named(tmp_path: Path) -> None:
-    trainer = make_trainer(make_model(), tmp_path, callbacks=[Freezer()])
+    trainer = make_trainer(make_model("bigram"), tmp_path, callbacks=[Freezer()])
     with pytest.raises(FzeroError, match=r"model: .*requires_grad_ .*before Trainer gets it"):
         trainer.train()
 
@@ -141,15 +141,15 @@ class OwnOptimizer(fzero.hf.Trainer):
 
 
 def test_an_optimizer_of_a_subclass_is_taken_or_named(tmp_path: Path) -> None:
-    model = make_model()
+    model = make_model("bigram")
     given = (torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.1), None)
     data = {"train_dataset": make_dataset()}
     theirs = transformers.Trainer(model, make_arguments(tmp_path, **SHORT), optimizers=given, **data)
-    ours = OwnOptimizer(make_model(), make_arguments(tmp_path, **SHORT), mesh=MESH, **data)
+    ours = OwnOptimizer(make_model("bigram"), make_arguments(tmp_path, **SHORT), mesh=MESH, **data)
     for trainer in (theirs, ours):
         trainer.train()
     assert [x["loss"] for x in read_logs(ours)] == pytest.approx([x["loss"] for x in read_logs(theirs)], abs=1e-5)
-    trainer = OwnOptimizer(make_model(), make_arguments(tmp_path, **SHORT), mesh=MESH, **data)
+    trainer = OwnOptimizer(make_model("bigram"), make_arguments(tmp_path, **SHORT), mesh=MESH, **data)
     trainer.ends = False
     with pytest.raises(FzeroError, match=r"create_optimizer of your own ends with"):
         trainer.train()

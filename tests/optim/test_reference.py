@@ -13,7 +13,7 @@ from references import CASES, Leaves, draw_gradients, first_params, train
 
 from fzero import optim
 
-STEPS = 25
+STEPS = 15
 ROUNDINGS = 10
 """In each step a parameter of size |p| is rounded once, by eps / 2 of it, on both sides. The movement is the result of
 some 20 operations in another order on each side, and of as many more for the history of the moments. Each is off by

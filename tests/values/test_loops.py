@@ -15,6 +15,8 @@ import fzero
 from fzero import ops, optim, tree
 from fzero.passes import defaults
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 Step = Callable[[Any, Tensor], Any]
 WIDTH, TURNS, ROWS = 4, 3, 6  # rows of each turn, over all ranks
 
