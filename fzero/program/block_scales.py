@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fzero.optim import quantized
-from fzero.optim.quantized import BLOCK as GROUP
+
+GROUP = quantized.BLOCK
+"""Scales that share a scale of their own."""
 
 
 def shape_scales(blocks: int, is_double: bool) -> tuple[int, ...]:

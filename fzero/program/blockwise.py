@@ -220,7 +220,7 @@ _LIBRARY.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 torch.library.register_fake("fzero::dequantize", fake_dequantize, lib=_LIBRARY)
 
 dequantize = torch.ops.fzero.dequantize.default
-"""`decode`: `dequantize(codes, scales, shape, dtype, bits, block, levels, double_quant, leaf)` of the leaf at a path."""
+"""`dequantize(codes, scales, shape, dtype, bits, block, levels, double_quant, leaf)` is `decode`, of a leaf."""
 
 
 def check_coding(path: str, coding: Coding) -> None:

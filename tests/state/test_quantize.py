@@ -230,6 +230,8 @@ def test_the_page_runs_and_says_what_is(capsys: pytest.CaptureFixture[str]) -> N
     assert len(sizes) == 2
     for bits, block, size in sizes:
         assert float(size) == pytest.approx(int(bits) / 8 + 4 / int(block), abs=5e-4)
+    (size,) = re.findall(r"the same, and `double_quant=True` \| ([\d.]+)", page)
+    assert float(size) == pytest.approx(4 / 8 + 1 / 64 + 4 / 64 / 256, abs=5e-5)
 
 
 @pytest.mark.parametrize(
