@@ -6,7 +6,7 @@ A folder is a checkout, or a source distribution, with `tests`. Nothing is downl
 name are made here, tiny, with a tokenizer of bytes, and data sets by the checkout's own scripts. First the tests run as
 they are. Those that pass need no network, no GPU and no file of the Hub; they run again with our classes
 (`tools/upstream_plugin.py`). `--write` writes docs/upstream_tests.md: how many pass, and each that does not with its
-reason. Outcomes are kept in build/, and only tests without one run.
+reason. Outcomes are kept in build/, and only tests without one run. Rows of files that have none stay.
 """
 
 from __future__ import annotations
@@ -194,9 +194,23 @@ def classify(name: str, why: str) -> str:
     return next((reason for rule, reason in REASONS.items() if re.search(rule, first)), first[:160])
 
 
+Rows = dict[tuple[str, str], str]
+"""A project, and a file or a test of it -> the row of a table."""
+
+
+def read_page() -> tuple[Rows, Rows]:
+    """The rows of both tables of the page."""
+    files, failures = Rows(), Rows()
+    for line in PAGE.read_text().splitlines() if PAGE.exists() else []:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in FILES:
+            (files if len(cells) == 6 else failures)[cells[0], cells[1].strip("`")] = line
+    return files, failures
+
+
 def write_page(origin: str) -> str:
-    """How many tests pass, and each that does not."""
-    lines, failures = list[str](), list[str]()
+    """How many tests pass, and each that does not. Rows of what has no outcome in build/ are those of the page."""
+    files, failures = read_page()
     for project in FILES:
         plain, ours = (read(BUILD / f"{project}-{trainers}.jsonl") for trainers in ("plain", "fzero"))
         for file in sorted({name.partition("::")[0] for name in plain}):
@@ -205,12 +219,21 @@ def write_page(origin: str) -> str:
             tried = [name for name in runs if name in ours]
             same = [name for name in runs if ours.get(name, {}).get("outcome") == "passed"]
             short = file.rpartition("/")[2]
-            lines.append(f"| {project} | {short} | {len(named)} | {len(runs)} | {len(tried)} | {len(same)} |")
-            for name in sorted(set(tried) - set(same)):
-                why = classify(name, ours[name]["why"])
-                failures.append(f"| {project} | `{name.partition('::')[2]}` | {why.replace('|', '/')} |")
+            counts = f"{len(named)} | {len(runs)} | {len(tried)} | {len(same)}"
+            files[project, short] = f"| {project} | {short} | {counts} |"
+            for name in tried:
+                test = name.partition("::")[2]
+                failures.pop((project, test), None)
+                if name not in same:
+                    why = classify(name, ours[name]["why"]).replace("|", "/")
+                    failures[project, test] = f"| {project} | `{test}` | {why} |"
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in FILES)
-    return PAGE_TEXT.format(origin=origin, versions=versions, lines="\n".join(lines), failures="\n".join(failures))
+    lines, failed = ("\n".join(rows[key] for key in sorted(rows, key=_place)) for rows in (files, failures))
+    return PAGE_TEXT.format(origin=origin, versions=versions, lines=lines, failures=failed)
+
+
+def _place(key: tuple[str, str]) -> tuple[int, str]:
+    return list(FILES).index(key[0]), key[1]
 
 
 def main() -> None:
