@@ -51,6 +51,8 @@ REASONS = {
     "draws from the generator of": "by design: the model draws with Python or numpy; draw with torch",
     "changes this buffer": "by design: the model changes a buffer that is no running statistic",
     "auto_find_batch_size": "refused by name: auto_find_batch_size",
+    "target_parameters": "refused by name: adapters by target_parameters",
+    "use_reentrant=True trains nothing": "refused by name: use_reentrant=True where no input has a gradient",
     "relative_step": "refused by name: Adafactor with relative_step",
     "True is not false": "freezes the copy of the model that this command shows it; freeze it before",
     "expected call not found": "compares the copy of the model that this command shows it by identity",
