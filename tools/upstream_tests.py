@@ -70,7 +70,7 @@ PAGE_TEXT = """# Tests of TRL, peft and transformers with our trainers
 The tests run as they are, on one process, with models and data sets of the Hub made by the command. Those that pass
 need no network, no GPU and no further package. They run again with the classes of `fzero.hf` in the place of theirs.
 In both runs some tests are left out where `--first` (a case of each function), `-k` or time chose: "tests" are those
-that ran. A test that looks at `trainer.model` sees a copy with the present values, because ours has the structure alone.
+that ran. A test that looks at `trainer.model` sees a copy with the present values: ours has the structure alone.
 
 | project | file | tests | pass as they are | of these ran with ours | and pass |
 |---|---|---|---|---|---|
