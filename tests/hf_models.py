@@ -161,19 +161,28 @@ def read_evaluations(trainer: Any) -> list[float]:
 
 
 def assert_comm_is_its_closed_form(
-    program: Any, model: Any, gathers: list[int], trained: list[int], bits: int | None = None
+    program: Any,
+    model: Any,
+    gathers: list[int],
+    trained: list[int],
+    bits: int | None = None,
+    double_quant: bool = False,
 ) -> None:
     """Of a Llama with LoRA of q_proj and v_proj on two ranks, each layer is gathered so many times: once for the
     forward pass, and at stage 3 once more where a gradient goes through it. The embedding and the head are gathered
     once. Gradients of adapters, in the layers `trained`, are scattered, and no others. With `bits` the products of the
-    base are gathered as codes, with scales of 64 elements."""
+    base are gathered as codes, with scales of 64 elements: four bytes each, or with `double_quant` one byte, and four
+    for each 256 of them and for their mean."""
     sizes = {path.removeprefix("base_model.model."): x.numel() for path, x in model.named_parameters()}
+
+    def count_scales(blocks: int) -> int:
+        return blocks + 4 * -(-blocks // 256) + 4 if double_quant else 4 * blocks
 
     def count_bytes(layer: str) -> list[int]:
         named = {path: size for path, size in sizes.items() if path.startswith(layer)}
         coded = {path: size for path, size in named.items() if bits and "proj" in path and "lora_" not in path}
         numbers = 4 * sum(size for path, size in named.items() if path not in coded)
-        codes = sum(size * (bits or 0) // 8 + size // 64 * 4 for size in coded.values())
+        codes = sum(size * (bits or 0) // 8 + count_scales(size // 64) for size in coded.values())
         return [_pad(numbers, 4), _pad(codes, 1)] if coded else [_pad(numbers, 4)]
 
     gathered = [*count_bytes("model.embed_tokens"), _pad(4 * (sizes["model.norm.weight"] + sizes["lm_head.weight"]), 4)]

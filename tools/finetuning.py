@@ -46,11 +46,13 @@ TARGETS: dict[str, list[str]] = {
     "GPT-2": ["c_attn", "c_fc"], "T5": ["q", "v", "wi"],
 }  # fmt: skip
 NF4, INT8 = {"bits": 4, "block": 64, "levels": "nf4"}, {"bits": 8, "block": 64}
+DOUBLE = {**NF4, "double_quant": True}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "LoRA": ({}, None),
     "DoRA": ({"use_dora": True}, None),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, None),
     "QLoRA, nf4": ({}, NF4),
+    "QLoRA, nf4-dq": ({}, DOUBLE),
     "QLoRA, 8 bits": ({}, INT8),
 }
 """Form -> further options of LoraConfig, and the codes of the base model."""
@@ -61,6 +63,7 @@ TRL: dict[str, dict[str, Any]] = {
     "SFT, completions": {"kind": "SFT"},
     "SFT, LoRA": {"kind": "SFT", "lora": "new"},
     "SFT, QLoRA, nf4": {"kind": "SFT", "lora": "new", "quantize": NF4, "changed": FAST},
+    "SFT, QLoRA, nf4-dq": {"kind": "SFT", "lora": "new", "quantize": DOUBLE, "changed": FAST},
     "SFT, packed, QLoRA, 8 bits": {"kind": "text", "lora": "new", "quantize": INT8, "changed": PACKED},
     "DPO": {"kind": "DPO"},
     "DPO, LoRA": {"kind": "DPO", "lora": "new"},
@@ -80,16 +83,35 @@ LEVELS = (
 """The levels of nf4, as bitsandbytes has them."""
 
 
-def round_to_codes(weight: torch.Tensor, bits: int) -> torch.Tensor:
+def round_to_codes(weight: torch.Tensor, coding: dict[str, Any]) -> torch.Tensor:
     """A weight as codes in blocks of 64 stand for it, in plain torch. Of two levels the nearer one counts."""
     blocks = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
-    if bits == 4:
-        levels = torch.tensor(LEVELS)
-        made = levels[((blocks / scales).unsqueeze(-1) - levels).abs().argmin(-1)] * scales
+    if coding["bits"] == 4:
+        numbers = round_to_levels(blocks / scales, torch.tensor(LEVELS))
+        made = numbers * (round_scales(scales) if coding.get("double_quant") else scales)
     else:
         made = (blocks / (scales / 127)).round() * (scales / 127)
     return made.flatten()[: weight.numel()].view(weight.shape)
+
+
+def round_to_levels(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Of each value the nearest level."""
+    return levels[(values.unsqueeze(-1) - levels).abs().argmin(-1)]
+
+
+def round_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [B, 1] as double quantization holds them: distances from their mean as dynamic 8-bit numbers, with a
+    scale for 256 of them."""
+    numbers = [0.0, 1.0]
+    for k in range(7):
+        borders = torch.linspace(0.1, 1, 2**k + 1, dtype=torch.float64)
+        numbers += [
+            sign * x * 10.0 ** (k - 6) for x in (borders[1:] + borders[:-1]).div(2).tolist() for sign in (1, -1)
+        ]
+    levels, mean = torch.tensor(sorted(numbers)), scales.double().mean().float()
+    groups = [(group, group.abs().max()) for group in (scales - mean).split(256)]
+    return torch.cat([round_to_levels(group / most, levels) * most for group, most in groups]) + mean
 
 
 def round_as(trainer: Any, model: Any, coding: dict[str, Any] | None) -> Any:
@@ -98,7 +120,7 @@ def round_as(trainer: Any, model: Any, coding: dict[str, Any] | None) -> Any:
         if is_quantized(leaf):
             assert coding is not None
             weight = model.get_parameter(path)
-            weight.data = round_to_codes(weight.data, coding["bits"])
+            weight.data = round_to_codes(weight.data, coding)
     return model
 
 
@@ -185,7 +207,7 @@ def compare_trl(name: str, folder: Path) -> dict[str, float]:
             held = {path.replace(".base_layer", ""): x for path, x in list_leaves(trainers[0].sharded.params).items()}
             for path, x in model.named_parameters():
                 if is_quantized(held.get(f"base_model.model.{path}")):
-                    x.data = round_to_codes(x.data, coding["bits"])
+                    x.data = round_to_codes(x.data, coding)
         trainer = make_trainer(find_class(module, kind), own, changed=changed, model=model, **case, **named)
         trainer.train()
         trainer.evaluate()

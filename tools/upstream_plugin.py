@@ -139,6 +139,8 @@ def fill(trainer: Any, structure: Any) -> Any:
     if kept is None or kept[0] is not held:
         whole = {path: leaf.full_tensor() for path, leaf in list_leaves(held).items()}
         filled = fill_model(structure, whole)
+        if hasattr(filled, "tie_weights"):
+            filled.tie_weights()  # the values came in by the first names
         kept = vars(trainer)["_upstream"] = (held, filled)
     return kept[1]
 

@@ -6,7 +6,7 @@ A folder is a checkout, or a source distribution, with `tests`. Nothing is downl
 name are made here, tiny, with a tokenizer of bytes, and data sets by the checkout's own scripts. First the tests run as
 they are. Those that pass need no network, no GPU and no file of the Hub; they run again with our classes
 (`tools/upstream_plugin.py`). `--write` writes docs/upstream_tests.md: how many pass, and each that does not with its
-reason. Outcomes are kept in build/, and only tests without one run.
+reason. Outcomes are kept in build/, and only tests without one run. Rows of files that have none stay.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ REASONS = {
     "has no values: the model was given to": "by design: gives one model to two trainers; construct the model again",
     "requires_grad needs values": "by design: freezes a weight of a Trainer's model; freeze it before",
     "eq needs values": "by design: compares weights of a Trainer's model",
+    r"expected=Spent|clone needs values": "by design: reads weights of trainer.ref_model, which are in slices",
     "draws from the generator of": "by design: the model draws with Python or numpy; draw with torch",
     "changes this buffer": "by design: the model changes a buffer that is no running statistic",
     "auto_find_batch_size": "refused by name: auto_find_batch_size",
+    "target_parameters": "refused by name: adapters by target_parameters",
+    "use_reentrant=True trains nothing": "refused by name: use_reentrant=True where no input has a gradient",
     "relative_step": "refused by name: Adafactor with relative_step",
     "True is not false": "freezes the copy of the model that this command shows it; freeze it before",
     "expected call not found": "compares the copy of the model that this command shows it by identity",
@@ -65,9 +68,9 @@ PAGE_TEXT = """# Tests of TRL, peft and transformers with our trainers
 {origin}. Installed are {versions}.
 
 The tests run as they are, on one process, with models and data sets of the Hub made by the command. Those that pass
-need no network, no GPU and no further package. They run again with the classes of `fzero.hf` in the place of theirs,
-some of them where `--first`, `-k` or time chose. A test that looks at `trainer.model` sees a copy with the present
-values, because ours has the structure alone.
+need no network, no GPU and no further package. They run again with the classes of `fzero.hf` in the place of theirs.
+In both runs some tests are left out where `--first` (a case of each function), `-k` or time chose: "tests" are those
+that ran. A test that looks at `trainer.model` sees a copy with the present values: ours has the structure alone.
 
 | project | file | tests | pass as they are | of these ran with ours | and pass |
 |---|---|---|---|---|---|
@@ -194,9 +197,23 @@ def classify(name: str, why: str) -> str:
     return next((reason for rule, reason in REASONS.items() if re.search(rule, first)), first[:160])
 
 
+Rows = dict[tuple[str, str], str]
+"""A project, and a file or a test of it -> the row of a table."""
+
+
+def read_page() -> tuple[Rows, Rows]:
+    """The rows of both tables of the page."""
+    files, failures = Rows(), Rows()
+    for line in PAGE.read_text().splitlines() if PAGE.exists() else []:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in FILES:
+            (files if len(cells) == 6 else failures)[cells[0], cells[1].strip("`")] = line
+    return files, failures
+
+
 def write_page(origin: str) -> str:
-    """How many tests pass, and each that does not."""
-    lines, failures = list[str](), list[str]()
+    """How many tests pass, and each that does not. Rows of what has no outcome in build/ are those of the page."""
+    files, failures = read_page()
     for project in FILES:
         plain, ours = (read(BUILD / f"{project}-{trainers}.jsonl") for trainers in ("plain", "fzero"))
         for file in sorted({name.partition("::")[0] for name in plain}):
@@ -205,12 +222,21 @@ def write_page(origin: str) -> str:
             tried = [name for name in runs if name in ours]
             same = [name for name in runs if ours.get(name, {}).get("outcome") == "passed"]
             short = file.rpartition("/")[2]
-            lines.append(f"| {project} | {short} | {len(named)} | {len(runs)} | {len(tried)} | {len(same)} |")
-            for name in sorted(set(tried) - set(same)):
-                why = classify(name, ours[name]["why"])
-                failures.append(f"| {project} | `{name.partition('::')[2]}` | {why.replace('|', '/')} |")
+            counts = f"{len(named)} | {len(runs)} | {len(tried)} | {len(same)}"
+            files[project, short] = f"| {project} | {short} | {counts} |"
+            for name in tried:
+                test = name.partition("::")[2]
+                failures.pop((project, test), None)
+                if name not in same:
+                    why = classify(name, ours[name]["why"]).replace("|", "/")
+                    failures[project, test] = f"| {project} | `{test}` | {why} |"
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in FILES)
-    return PAGE_TEXT.format(origin=origin, versions=versions, lines="\n".join(lines), failures="\n".join(failures))
+    lines, failed = ("\n".join(rows[key] for key in sorted(rows, key=_place)) for rows in (files, failures))
+    return PAGE_TEXT.format(origin=origin, versions=versions, lines=lines, failures=failed)
+
+
+def _place(key: tuple[str, str]) -> tuple[int, str]:
+    return list(FILES).index(key[0]), key[1]
 
 
 def main() -> None:

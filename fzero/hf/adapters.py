@@ -26,6 +26,18 @@ def has_adapters(model: Any) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
+def find_parameter_adapter(model: Any) -> str | None:
+    """The path of the first parameter that has adapters of its own, by `target_parameters` of a LoraConfig."""
+    if not has_adapters(model):
+        return None
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for path, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            return f"{path}.{module.parameter_name}"
+    return None
+
+
 def add_adapters(model: Any, config: Any) -> Any:
     """The model of peft that `peft.get_peft_model(model, config)` returns.
 

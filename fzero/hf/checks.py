@@ -11,7 +11,7 @@ from torch import nn
 from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
-from fzero.hf.adapters import has_adapters
+from fzero.hf.adapters import find_parameter_adapter, has_adapters
 from fzero.hf.arguments import ARGUMENTS
 from fzero.hf.codes import suggest
 from fzero.hf.optimizers import check_optimizer
@@ -121,12 +121,17 @@ def check_model(model: Any) -> None:
     """Refuse a model that cannot be cut into slices as it is.
 
     Raises:
-        FzeroError: for adapters that transformers added, for parameters that DeepSpeed cut, and for a quantized model.
+        FzeroError: for adapters that transformers added, or of single parameters, for parameters that DeepSpeed cut,
+            and for a quantized model.
     """
     name = type(model).__name__
     if not has_adapters(model) and getattr(model, "_hf_peft_config_loaded", False):
         problem = f"{name} has adapters of add_adapter, which transformers saves in a way of its own"
         raise FzeroError("model", problem, "give peft.get_peft_model(model, config)")
+    path = find_parameter_adapter(model)
+    if path is not None:
+        problem = f"{path} has adapters by target_parameters, which peft registers anew in each forward"
+        raise FzeroError("model", problem, "give target_modules, whose modules have adapters of their own")
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     cut = next((path for path, x in named if hasattr(x, "ds_id")), None)
     if cut is not None:

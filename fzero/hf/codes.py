@@ -17,6 +17,7 @@ from fzero.values.quantized import is_quantized
 
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"bits": 4, "block": 64, "levels": "nf4"},
+    "nf4-dq": {"bits": 4, "block": 64, "levels": "nf4", "double_quant": True},
     "int8": {"bits": 8, "block": 256},
 }
 """The names that `quantize=` of a Trainer takes, and the keywords of `fzero.quantize` that they stand for."""
@@ -46,14 +47,15 @@ def read_quantize(given: Any) -> dict[str, Any] | None:
     raise FzeroError("quantize", f"is {given!r:.80}", f"give {_NAMES}, or a dict of keywords of fzero.quantize")
 
 
-_NAMES = " or ".join(f'"{name}"' for name in KINDS)
+_NAMES = " or ".join(", ".join(f'"{name}"' for name in KINDS).rsplit(", ", 1))
 
 
 def suggest(config: Any) -> str:
     """What to give as `quantize=` in the place of a configuration of bitsandbytes."""
     held = config if isinstance(config, Mapping) else vars(config)
     is_of_8_bits = any(held.get(name) for name in ("load_in_8bit", "_load_in_8bit"))
-    return f'quantize="{"int8" if is_of_8_bits else "nf4"}"'
+    of_4_bits = "nf4-dq" if held.get("bnb_4bit_use_double_quant") else "nf4"
+    return f'quantize="{"int8" if is_of_8_bits else of_4_bits}"'
 
 
 def _is_of_bitsandbytes(given: Any) -> bool:

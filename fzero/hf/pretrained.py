@@ -126,8 +126,8 @@ def from_pretrained(
     * `seed`: of weights that the files lack, such as a new head.
     * `partition`: a dict of keywords of `fzero.partition`, such as `{"unit": 256}` for an optimizer of 8 bits.
     * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
-    * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model become
-      codes, with `peft_config` for QLoRA.
+    * `quantize`: "nf4", "nf4-dq" (double quantization) or "int8", or a dict of keywords of `fzero.quantize`: frozen
+      weights of the base model become codes, with `peft_config` for QLoRA.
     * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
       rules, as in `fzero.hf.parallel`. A rank holds slices of its parts.
     * `named`: further arguments of `cls.from_pretrained`.

@@ -80,8 +80,8 @@ class Trainer(Updates):
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
     * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
       rules, as in `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
-    * `quantize`: "nf4" or "int8", or a dict of keywords of `fzero.quantize`: frozen weights of the base model are held
-      and gathered as codes, as in QLoRA.
+    * `quantize`: "nf4", "nf4-dq" (double quantization) or "int8", or a dict of keywords of `fzero.quantize`: frozen
+      weights of the base model are held and gathered as codes, as in QLoRA.
 
     `model` may be what `fzero.hf.from_pretrained` returns; its `params` become unusable, as those that a step updates.
     The values of any other model are those of rank 0. They move into slices: `trainer.model` is `model` without its

@@ -2,7 +2,7 @@
 
     elements            |---- block ----|---- block ----|- block -|
     codes, uint8        8 bits each, or 4: two elements a byte, the first one in the lower half
-    scales, uint8       four bytes a block, those of a float32
+    scales, uint8       four bytes a block, those of a float32, or codes of scales (`fzero/program/block_scales.py`)
 
 Blocks are counted from the start of a leaf, so codes do not depend on the number of ranks.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.program.block_scales import GROUP, read_scales, shape_scales, store_scales
 
 LARGEST = {8: 127, 4: 7}
 """Bits of a code -> the largest code of even levels. The largest element of a block, in absolute value, has it."""
@@ -38,15 +39,20 @@ CHUNK = 1 << 18
 """Elements that a CPU computes at a time, so that float32 intermediates stay in its cache; a GPU 64 times as many."""
 
 
+_DOUBLE = f"scales-dynamic8-{GROUP}"
+"""The name of scales that are codes: of the paper's dynamic tree quantization."""
+
+
 class Coding(NamedTuple):
-    """All of a quantized value but its codes and scales: its shape and dtype, bits of a code, elements of a block, and
-    one of `LEVELS`."""
+    """All of a quantized value but its codes and scales: its shape and dtype, bits of a code, elements of a block, one
+    of `LEVELS`, and whether the scales are codes, too."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     bits: int
     block: int
     levels: str = "even"
+    double_quant: bool = False
 
     @property
     def numel(self) -> int:
@@ -55,10 +61,16 @@ class Coding(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, str]:
-        """The names of codes and scales below the path of the value. The name of the codes says how to read them, so
-        that a file of another coding, or of a value of another shape, lacks the leaf that a load asks for."""
+        """The names of codes and scales below the path of the value. The names say how to read them, so that a file of
+        another coding, or of a value of another shape, lacks the leaf that a load asks for."""
         levels = f"int{self.bits}" if self.levels == "even" else self.levels
-        return f"codes-{levels}-{self.block}-of-{'x'.join(map(str, self.shape))}", "scales"
+        codes = f"codes-{levels}-{self.block}-of-{'x'.join(map(str, self.shape))}"
+        return codes, _DOUBLE if self.double_quant else "scales"
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of the value. The last one may be shorter."""
+        return -(-self.numel // self.block)
 
     @property
     def codes_shape(self) -> tuple[int, ...]:
@@ -67,8 +79,8 @@ class Coding(NamedTuple):
 
     @property
     def scales_shape(self) -> tuple[int, ...]:
-        """The shape of the scales: a row of four bytes for each block."""
-        return (-(-self.numel // self.block), 4)
+        """The shape of the scales: a row of four bytes for each block, or one dimension of bytes."""
+        return shape_scales(self.blocks, self.double_quant)
 
     @property
     def chunk(self) -> int:
@@ -82,15 +94,23 @@ def is_part(path: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         return False
     name = path.rpartition(".")[2]
     is_scales = name == "scales" and len(shape) == 2 and shape[1] == 4
-    return is_scales or re.fullmatch(r"codes-\w+-\d+-of-[\dx]*", name) is not None
+    return is_scales or name == _DOUBLE or re.fullmatch(r"codes-\w+-\d+-of-[\dx]*", name) is not None
 
 
 def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
-    """`(codes, scales)` of values [S], which begin at the start of a block: uint8 [S * bits / 8] and [B, 4].
+    """`(codes, scales)` of all values of a leaf, as bytes.
 
     No element changes by more than `amax / 254` with 8 bits, `amax / 14` with 4, or `amax / 6.5` with 4 of NF4, where
-    `amax` is the largest of its block in absolute value. Zeros stay zeros.
+    `amax` is the largest of its block in absolute value. Zeros stay zeros. With `double_quant` a scale changes by at
+    most 0.0071 of the largest distance of a scale of its group from the mean of all scales, and elements by as many
+    times their code.
     """
+    codes, scales = encode_blocks(values, coding)
+    return codes, store_scales(scales, coding.double_quant)
+
+
+def encode_blocks(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
+    """`(codes, scales)` of values [S], which begin at the start of a block: uint8 [S * bits / 8] and float32 [B]."""
     largest, size, is_even = LARGEST[coding.bits], values.numel(), coding.levels == "even"
     blocks = _split(values.float(), coding.block)
     scales = blocks.abs().amax(1) / (largest if is_even else 1)  # [B]
@@ -104,22 +124,21 @@ def encode(values: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
         codes = codes.view(-1)
     if coding.bits == 4:
         pairs = (codes[: size + size % 2] + 8).view(torch.uint8).view(-1, 2)
-        return pairs[:, 0] | pairs[:, 1] << 4, scales.view(torch.uint8).view(-1, 4)
-    return codes[:size].view(torch.uint8), scales.view(torch.uint8).view(-1, 4)
+        return pairs[:, 0] | pairs[:, 1] << 4, scales
+    return codes[:size].view(torch.uint8), scales
 
 
 def decode(codes: Tensor, scales: Tensor, coding: Coding) -> Tensor:
     """The value, in its shape, of all codes and scales. Each element is computed in float32 and rounded once."""
     out, block = torch.empty(coding.numel, dtype=coding.dtype, device=codes.device), coding.block
-    # `clone`: the bytes of float32 numbers must begin at a multiple of four
-    factors = scales.clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)  # [B]
     step = coding.chunk * (1 if codes.device.type == "cpu" else 64)  # of a GPU few kernels, and 64 MiB in float32
     for start in range(0, coding.numel, step):
         piece = out[start : start + step]
         size = piece.numel()
         stored = codes[start * coding.bits // 8 : -(-(start + size) * coding.bits // 8)]
         numbers = _split(_read(stored, coding)[:size], block)  # [B, block]
-        of_rows = factors[start // block :][: len(numbers), None]
+        rows = range(start // block, start // block + len(numbers))
+        of_rows = read_scales(scales, coding.blocks, rows, coding.double_quant)[:, None]
         if size % block:
             piece.copy_((numbers * of_rows).view(-1)[:size])
         else:
@@ -153,8 +172,8 @@ def _list_pairs(device: torch.device, levels: str) -> Tensor:
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define(
-    "dequantize(Tensor codes, Tensor scales, int[] shape, ScalarType dtype, int bits, int block, str levels, str leaf)"
-    " -> Tensor",
+    "dequantize(Tensor codes, Tensor scales, int[] shape, ScalarType dtype, int bits, int block, str levels,"
+    " bool double_quant, str leaf) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -167,9 +186,10 @@ def _dequantize(
     bits: int,
     block: int,
     levels: str,
+    double_quant: bool,
     leaf: str,
 ) -> Tensor:
-    return decode(codes, scales, Coding(tuple(shape), dtype, bits, block, levels))
+    return decode(codes, scales, Coding(tuple(shape), dtype, bits, block, levels, double_quant))
 
 
 def fake_dequantize(
@@ -180,6 +200,7 @@ def fake_dequantize(
     bits: int,
     block: int,
     levels: str,
+    double_quant: bool,
     leaf: str,
 ) -> Tensor:
     """A tensor without data, of the value's shape.
@@ -187,7 +208,7 @@ def fake_dequantize(
     Raises:
         FzeroError: for codes or scales of another shape.
     """
-    coding = Coding(tuple(shape), dtype, bits, block, levels)
+    coding = Coding(tuple(shape), dtype, bits, block, levels, double_quant)
     for name, x, expected in (("codes", codes, coding.codes_shape), ("scales", scales, coding.scales_shape)):
         if tuple(x.shape) != expected:
             problem = f"has {name} of shape {list(x.shape)}, and {list(expected)} belong to it"
@@ -199,7 +220,7 @@ _LIBRARY.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 torch.library.register_fake("fzero::dequantize", fake_dequantize, lib=_LIBRARY)
 
 dequantize = torch.ops.fzero.dequantize.default
-"""`dequantize(codes, scales, shape, dtype, bits, block, levels, leaf)`: `decode`, of the leaf at this path."""
+"""`dequantize(codes, scales, shape, dtype, bits, block, levels, double_quant, leaf)` is `decode`, of a leaf."""
 
 
 def check_coding(path: str, coding: Coding) -> None:

@@ -101,9 +101,10 @@ class Quantized(Tensor):
         return Quantized, (self.codes, self.scales, self.coding)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        shape, dtype, bits, block, levels = self.coding
+        shape, dtype, bits, block, levels, double_quant = self.coding
         name, of = str(dtype).removeprefix("torch."), "" if levels == "even" else f" of {levels}"
-        return f"Quantized({self.path or 'value'}: {name}{list(shape)} as {bits} bits{of} in blocks of {block})"
+        held = f"as {bits} bits{of} in blocks of {block}{', scales as 8 bits' if double_quant else ''}"
+        return f"Quantized({self.path or 'value'}: {name}{list(shape)} {held})"
 
     __hash__ = object.__hash__  # by identity: __eq__ is elementwise, as a tensor's
 

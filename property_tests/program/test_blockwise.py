@@ -19,9 +19,9 @@ values = st.lists(finite, min_size=1, max_size=70).map(lambda numbers: torch.ten
 
 
 @st.composite
-def codings(draw: st.DrawFn, *, numel: int) -> Coding:
+def codings(draw: st.DrawFn, *, numel: int, is_double: bool = False) -> Coding:
     bits, levels = draw(st.sampled_from(list(ERRORS)))
-    return Coding((numel,), torch.float32, bits, 2 * draw(st.integers(1, 20)), levels)
+    return Coding((numel,), torch.float32, bits, 2 * draw(st.integers(1, 20)), levels, is_double)
 
 
 @given(values, st.data())
@@ -43,8 +43,9 @@ def test_values_that_are_levels_stay(x: Tensor, data: st.DataObject) -> None:
 
 @given(values, st.data())
 def test_codes_and_scales_are_read_by_any_ranges(x: Tensor, data: st.DataObject) -> None:
-    coding = data.draw(codings(numel=x.numel()))
-    how: dict[str, Any] = {"bits": coding.bits, "levels": coding.levels, "block": coding.block, "where": ""}
+    coding = data.draw(codings(numel=x.numel(), is_double=data.draw(st.booleans())))
+    how: dict[str, Any] = {name: getattr(coding, name) for name in ("bits", "levels", "block", "double_quant")}
+    how["where"] = ""
     if x.numel() < coding.block:
         return
     stored = fzero.quantize({"x": TensorSource(x)}, **how)["x"]

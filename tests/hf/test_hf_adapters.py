@@ -232,6 +232,10 @@ def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Pat
     model._hf_peft_config_loaded = True  # what add_adapter of transformers sets
     with pytest.raises(FzeroError, match=r"has adapters of add_adapter.*; give peft.get_peft_model"):
         fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
+    adapters = LoraConfig(r=2, target_parameters=["mlp.up_proj.weight"])
+    with pytest.raises(FzeroError, match=r"0\.mlp\.up_proj\.weight has adapters by target_parameters.*; give target_m"):
+        of_a_parameter = peft.get_peft_model(make_model("llama"), adapters)
+        fzero.hf.Trainer(of_a_parameter, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
     trainer, _ = train_once("prompt tuning")
     with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
         trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))

@@ -186,12 +186,22 @@ def test_a_scheduler_that_moves_momenta_is_refused_by_name(tmp_path: Path) -> No
         trainer.train()
 
 
-def test_groups_of_ranks_are_a_mesh(tmp_path: Path) -> None:
-    config = without("optimizer", "scheduler", zero_optimization={"stage": 3, "mics_shard_size": 2})
-    got = make_ours(tmp_path, config, mesh=VirtualMesh(replica=2, fsdp=2))
+@pytest.mark.parametrize(
+    ("key", "mesh", "gathers"),
+    [
+        ("mics_shard_size", VirtualMesh(replica=2, fsdp=2), {"fsdp"}),
+        ("zero_hpz_partition_size", VirtualMesh(node=2, local=2), {"node+local", "local"}),
+    ],
+)
+def test_groups_of_ranks_are_a_mesh(key: str, mesh: VirtualMesh, gathers: set[str], tmp_path: Path) -> None:
+    config = without("optimizer", "scheduler", zero_optimization={"stage": 3, key: 2})
+    got = make_ours(tmp_path, config, mesh=mesh)
     got.train()
     assert_close(got, train_plain(tmp_path))
-    with pytest.raises(FzeroError, match=r"mics_shard_size: is 2, and mesh= is .*fsdp=4"):
+    program = got._begin._pipeline._cache[0].finished
+    assert {x.axis for x in program.comm() if x.op == "all_gather"} == gathers
+    assert got.evaluate(make_dataset())["eval_loss"] < read_logs(got)[0]["loss"]
+    with pytest.raises(FzeroError, match=rf"{key}: is 2, and mesh= is .*fsdp=4"):
         make_ours(tmp_path, config, mesh=VirtualMesh(fsdp=4))
 
 

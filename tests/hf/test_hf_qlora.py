@@ -40,12 +40,32 @@ LEVELS = (
 )  # fmt: skip
 
 
-def round_to_nf4(weight: Tensor) -> Tensor:
+def round_to_nf4(weight: Tensor, double_quant: bool = False) -> Tensor:
     """A weight behind nf4 codes in blocks of 64, by the rules of bitsandbytes in plain torch."""
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     codes = torch.bucketize(blocks / scales, torch.tensor(THRESHOLDS))
+    if double_quant:
+        scales = round_scales(scales.view(-1))[:, None]
     return (torch.tensor(LEVELS)[codes] * scales).reshape(weight.shape)
+
+
+def round_scales(scales: Tensor) -> Tensor:
+    """Scales behind bitsandbytes' second quantization: distances from their mean, in groups of 256, as values of its
+    dynamic map."""
+    values = [0.0, 1.0]
+    for k in range(7):
+        borders = torch.linspace(0.1, 1, 2**k + 1, dtype=torch.float64)
+        middles = ((borders[1:] + borders[:-1]) / 2 * 10.0 ** (k - 6)).tolist()
+        values += [*middles, *(-x for x in middles)]
+    levels, mean = torch.tensor(sorted(values)), scales.double().mean().float()
+    groups = [(group, group.abs().max()) for group in (scales - mean).split(256)]
+    nearest = [levels[(group[:, None] / most - levels).abs().argmin(1)] * most for group, most in groups]
+    return torch.cat(nearest) + mean
+
+
+def round_to_nf4_dq(weight: Tensor) -> Tensor:
+    return round_to_nf4(weight, double_quant=True)
 
 
 def round_to_int8(weight: Tensor) -> Tensor:
@@ -108,13 +128,13 @@ def test_layers_below_the_lowest_adapter_are_gathered_once() -> None:
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1])
     model = peft.get_peft_model(make_model("llama", layers=2), adapters)
     params, apply = fzero.lower(model)
-    params = quantize_base(fzero.partition(params, MESH), model, KINDS["nf4"])
+    params = quantize_base(fzero.partition(params, MESH), model, KINDS["nf4-dq"])
 
     def compute(params: Any, tokens: Tensor) -> Any:
         return fzero.grad(lambda p: apply(p, input_ids=tokens, labels=tokens, use_cache=False).loss)(params)
 
     program = fzero.simulate(compute, MESH).trace(params, torch.ones(2, 6, dtype=torch.int64))
-    assert_comm_is_its_closed_form(program, model, gathers=[1, 2], trained=[1], bits=4)
+    assert_comm_is_its_closed_form(program, model, gathers=[1, 2], trained=[1], bits=4, double_quant=True)
 
 
 def test_a_base_model_is_born_in_slices_with_adapters_and_merged_there(tmp_path: Path) -> None:
@@ -123,10 +143,10 @@ def test_a_base_model_is_born_in_slices_with_adapters_and_merged_there(tmp_path:
     adapters = LoraConfig(
         task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"], use_dora=True, init_lora_weights=False
     )
-    got = fzero.hf.from_pretrained(tmp_path / "base", MESH, seed=5, peft_config=adapters, quantize="nf4")
+    got = fzero.hf.from_pretrained(tmp_path / "base", MESH, seed=5, peft_config=adapters, quantize="nf4-dq")
     torch.manual_seed(5)
     plain = peft.get_peft_model(make_from(tmp_path / "base"), adapters)  # DoRA takes norms of the weights as they were
-    round_base(plain.get_base_model(), round_to_nf4)
+    round_base(plain.get_base_model(), round_to_nf4_dq)
     held = dict(fzero.iter_full({path: x for path, x in list_leaves(got.params).items() if not is_quantized(x)}))
     assert {path for path in held if "lora_" in path} == {
         path for path, x in plain.named_parameters() if x.requires_grad
@@ -149,6 +169,7 @@ def test_codes_of_bitsandbytes_are_refused_with_the_way_out(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     for config, way_out in (
         (BitsAndBytesConfig(load_in_4bit=True), 'quantize="nf4"'),
+        (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True), 'quantize="nf4-dq"'),
         (BitsAndBytesConfig(load_in_8bit=True), 'quantize="int8"'),
     ):
         with pytest.raises(FzeroError, match=f"quantization_config: is a BitsAndBytesConfig.*; give {way_out}"):
@@ -167,7 +188,7 @@ def test_codes_of_bitsandbytes_are_refused_with_the_way_out(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("fp4", 'quantize: is \'fp4\'; give "nf4" or "int8", or a dict'),
+        ("fp4", 'quantize: is \'fp4\'; give "nf4", "nf4-dq" or "int8", or a dict'),
         ({"bit": 4}, "quantize: has 'bit', which fzero.quantize does not take; give a dict of bits, block"),
         ({"bits": 3}, "bits is 3; give 8 or 4"),
     ],

@@ -61,6 +61,10 @@ def test_frozen_matrices_are_quantized_and_no_embeddings() -> None:
     assert all(is_frozen(x) for x in tree.leaves(held["layers"]))
 
 
+DOUBLE: dict[str, Any] = {"bits": 4, "block": 2, "levels": "nf4", "double_quant": True}
+"""So small blocks that a leaf of 627 elements has two groups of scales."""
+
+
 def test_where_chooses() -> None:
     params = frozen()
     by_pattern = fzero.quantize(params, where=r"^(embed|head\.w)")
@@ -71,37 +75,40 @@ def test_where_chooses() -> None:
     assert both["embed"]["weight"].coding.bits == 8 and both["layers"][1]["weight"].coding.bits == 4
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("how", [{"bits": 8, "block": 16}, {"bits": 4, "block": 16}, DOUBLE])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_codes_do_not_depend_on_ranks_chunks_and_sources(
-    bits: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, mesh = {"a": {"w": torch.randn(37, 11)}, "b": [torch.randn(130)]}, fzero.VirtualMesh(fsdp=world)
-    expected = fzero.quantize(params, bits=bits, block=16, where="")
+    params, mesh = {"a": {"w": torch.randn(57, 11)}, "b": [torch.randn(130)]}, fzero.VirtualMesh(fsdp=world)
+    expected = fzero.quantize(params, where="", **how)
     monkeypatch.setattr(blockwise, "CHUNK", 48)
     monkeypatch.setattr(rounding, "CHUNK_NBYTES", 300)
-    assert_same(fzero.quantize(params, bits=bits, block=16, where=""), expected)
+    assert_same(fzero.quantize(params, where="", **how), expected)
     held = fzero.partition(expected, mesh)
     assert_same(held, expected)
     sources = tree.map(TensorSource, params)
-    assert_same(fzero.partition(fzero.quantize(sources, bits=bits, block=16, where=""), mesh, chunk=40), expected)
+    assert_same(fzero.partition(fzero.quantize(sources, where="", **how), mesh, chunk=40), expected)
     exact = fzero.partition(params, mesh)
-    assert_same(fzero.quantize(exact, bits=bits, block=16, where=""), expected)
+    assert_same(fzero.quantize(exact, where="", **how), expected)
     file = str(tmp_path / "exact.safetensors")
     fzero.save_safetensors(params, file)
-    opened = fzero.quantize(fzero.open_safetensors(file), bits=bits, block=16, where="")
+    opened = fzero.quantize(fzero.open_safetensors(file), where="", **how)
     assert torch.equal(fzero.unpartition(fzero.partition(opened, mesh))["a.w"].codes, expected["a"]["w"].codes)
 
 
-def test_codes_and_scales_are_saved_and_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_codes_and_scales_are_saved_and_loaded(double_quant: bool, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"bits": 4, "block": 64, "double_quant": double_quant}
     file, folder = str(tmp_path / "model.safetensors"), str(tmp_path / "checkpoint")
-    held = fzero.partition(fzero.quantize(frozen(), bits=4, block=64), fzero.VirtualMesh(fsdp=2))
+    held = fzero.partition(fzero.quantize(frozen(), **how), fzero.VirtualMesh(fsdp=2))
     fzero.save_safetensors(held, file)
-    names = {"layers.0.weight.codes-int4-64-of-20x20", "layers.0.weight.scales", "head.weight"}
+    scales = "scales-dynamic8-256" if double_quant else "scales"
+    names = {"layers.0.weight.codes-int4-64-of-20x20", f"layers.0.weight.{scales}", "head.weight"}
     assert names <= fzero.open_safetensors(file).keys()
     fzero.checkpoint.save(folder, held, step=0)
     with torch.device("meta"):
-        like = fzero.quantize(fzero.lower(Model())[0], bits=4, block=64)
+        like = fzero.quantize(fzero.lower(Model())[0], **how)
     other = fzero.VirtualMesh(fsdp=3)
     for loaded in (
         fzero.load_safetensors(file, like, other),
@@ -223,6 +230,8 @@ def test_the_page_runs_and_says_what_is(capsys: pytest.CaptureFixture[str]) -> N
     assert len(sizes) == 2
     for bits, block, size in sizes:
         assert float(size) == pytest.approx(int(bits) / 8 + 4 / int(block), abs=5e-4)
+    (size,) = re.findall(r"the same, and `double_quant=True` \| ([\d.]+)", page)
+    assert float(size) == pytest.approx(4 / 8 + 1 / 64 + 4 / 64 / 256, abs=5e-5)
 
 
 @pytest.mark.parametrize(

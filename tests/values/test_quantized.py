@@ -92,6 +92,46 @@ def test_it_takes_the_bytes_that_it_should(bits: int) -> None:
     assert sum(x.nbytes for x in tree.leaves(held)) == 64 * 64 * bits // 8 + 64 * 64 // 64 * 4
 
 
+@pytest.mark.parametrize("shape", [(8, 64), (130, 160), (500,)])  # of one group of scales, of two, and with a part
+def test_double_quantization_is_that_of_qlora_by_hand(shape: tuple[int, ...]) -> None:
+    exact = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"bits": 4, "block": 64, "levels": "nf4", "where": "w"}
+    plain, held = (fzero.quantize({"w": exact}, double_quant=is_double, **how)["w"] for is_double in (False, True))
+    assert torch.equal(plain.codes, held.codes)
+    scales = plain.scales.view(torch.float32).view(-1)
+
+    table = [0.0, 1.0]  # 8 bits: 2 ** k middles of equal parts of [0.1, 1], times 10 ** (k - 6), with both signs
+    for k in range(7):
+        borders = torch.linspace(0.1, 1, 2**k + 1, dtype=torch.float64)
+        middles = ((borders[1:] + borders[:-1]) / 2 * 10 ** (k - 6)).tolist()
+        table += [*middles, *(-x for x in middles)]
+    levels = torch.tensor(sorted(table))
+    offset, expected = scales.double().mean().float(), list[Tensor]()
+    for group in (scales - offset).split(256):
+        of_group = group.abs().max()
+        nearest = (group[:, None] / of_group - levels).abs().argmin(1)
+        expected.append(levels[nearest] * of_group + offset)
+    blocks = nn.functional.pad(plain.full_tensor().view(-1), (0, -exact.numel() % 64)).view(-1, 64)
+    numbers = torch.tensor(blockwise.NF4)[
+        (blocks / scales[:, None])[..., None].sub(torch.tensor(blockwise.NF4)).abs().argmin(-1)
+    ]
+    made = (numbers * torch.cat(expected)[:, None]).view(-1)[: exact.numel()].view(shape)
+    assert torch.equal(held.full_tensor(), made) and not torch.equal(made, plain.full_tensor())
+
+    count = len(scales)
+    assert sum(x.nbytes for x in tree.leaves(held)) == exact.numel() // 2 + count + 4 * -(-count // 256) + 4
+    assert tree.paths({"w": held})[1] == "w.scales-dynamic8-256"
+    assert repr(held).endswith("as 4 bits of nf4 in blocks of 64, scales as 8 bits)")
+    parts = fzero.partition({"w": held}, fzero.VirtualMesh(fsdp=2))["w"]
+    with pytest.raises(FzeroError, match="scales-dynamic8-256: is a part of a quantized leaf: mul would take"):
+        parts.scales * 2
+
+
+def test_scales_that_are_all_equal_are_the_mean() -> None:
+    held = fzero.quantize({"w": torch.ones(4, 64)}, bits=4, block=64, double_quant=True, where="w")["w"]
+    assert torch.equal(held.full_tensor(), torch.ones(4, 64))
+
+
 def test_to_torch_it_is_the_dequantized_tensor() -> None:
     w = quantized(8, 16, 32)
     read, x = w.full_tensor(), torch.randn(4, 32)
