@@ -15,13 +15,14 @@ from fzero.program.ops.blocks import all_to_all_rows, gather_rows, ppermute_rows
 from fzero.program.ops.buckets import all_gather, part, reduce_scatter, wait, whole
 from fzero.program.ops.draws import draw
 from fzero.program.ops.leaves import beside, gather, scatter, spread, take
-from fzero.program.ops.loops import loop, map_bodies
+from fzero.program.ops.loops import Loop, loop
 from fzero.program.ops.losses import ctc_loss, ctc_loss_backward, log_softmax_, nll_gradient_
 from fzero.program.ops.owners import from_owners, orthogonalize, to_owners
 from fzero.program.ops.quantized import dequantize, scale_by_adam8bit
 from fzero.program.ops.reductions import all_reduce, all_reduce_list, axis_index
 from fzero.program.ops.streams import cut, join
 from fzero.program.ops.transfers import arrive, read, to_device, to_device_, to_host, write, write_
+from fzero.program.ops.turns import copy_body, map_bodies, return_rows, take_rows
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
@@ -39,6 +40,7 @@ __all__ = [
     "Comm",
     "Item",
     "LeafMove",
+    "Loop",
     "Operation",
     "ReduceScatter",
     "Reduction",
@@ -55,6 +57,7 @@ __all__ = [
     "arrive",
     "axis_index",
     "beside",
+    "copy_body",
     "ctc_loss",
     "ctc_loss_backward",
     "cut",
@@ -84,12 +87,14 @@ __all__ = [
     "read",
     "record",
     "reduce_scatter",
+    "return_rows",
     "scale_by_adam8bit",
     "scatter",
     "sgd",
     "sgd_",
     "spread",
     "take",
+    "take_rows",
     "to_device",
     "to_device_",
     "to_host",
