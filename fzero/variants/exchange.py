@@ -18,8 +18,8 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
     """The operation `name` of `(packed, bucket, leaves, S, dtype, replicas, options)`, in place of a reduce-scatter."""
 
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-        _, bucket, *_ = node.args
-        axis, over, what = program.mesh.shard_axis, _list_replicas(program, node), f"{name} of {bucket}"
+        _, bucket, _, _, _, replicas, _ = node.args
+        axis, over, what = program.mesh.shard_axis, list_replicas(program, replicas), f"{name} of {bucket}"
 
         def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
             received = yield ops.AllToAll(what, axis, packed)
@@ -32,8 +32,8 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
         return run
 
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
-        _, bucket, _, numel, _, _, options = node.args
-        axis, over = program.mesh.shard_axis, _list_replicas(program, node)
+        _, bucket, _, numel, _, replicas, options = node.args
+        axis, over = program.mesh.shard_axis, list_replicas(program, replicas)
         yield ops.Comm("all_to_all", axis, bucket, torch.uint8, program.mesh.size(axis) * count_bytes(numel, *options))
         if over:
             yield ops.Comm("all_reduce", over, bucket, torch.float32, 4 * numel)
@@ -50,8 +50,7 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
     )  # fmt: skip
 
 
-def _list_replicas(program: Program, node: Any) -> str:
+def list_replicas(program: Program, replicas: bool) -> str:
     """The axes, together, over which a scatter takes the mean behind that over the shard axis; "" for none."""
-    *_, replicas, _ = node.args
     axes = [axis for axis in program.mesh.replica_axes if replicas and program.mesh.size(axis) > 1]
     return program.mesh.join(axes) if axes else ""
