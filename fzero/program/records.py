@@ -89,8 +89,8 @@ def define(
     The other keywords are the fields of `fzero.ops.Operation`. An operation needs at least `kind` and `fake`.
     `perform(program, node, rank)` returns a function of the node's arguments; where the operation communicates the
     function is a generator of exchanges, and `moves` lists the collectives. `like`, the target of a known operation,
-    fills the fields that are not given. With `perform`, `like` does not fill `memory`, `work`, `alias_at` and `label`,
-    because these fields say how the known operation is performed.
+    fills the fields that are not given. With `perform`, `like` does not fill `memory`, `scratch`, `work`,
+    `alias_at` and `label`, because these fields say how the known operation is performed.
 
     Raises:
         FzeroError: for a name that another operation has or that is no name in Python; without a rule for kinds or a
@@ -135,7 +135,7 @@ def define(
     return register(Operation(name=name, target=_make_target(name, fake), fake=fake, **known))
 
 
-_OF_PERFORMANCE = {"memory", "work", "alias_at", "label", "of_all"}
+_OF_PERFORMANCE = {"memory", "scratch", "work", "alias_at", "label", "of_all"}
 """Fields that say how an operation is performed. An operation with a `perform` of its own does not inherit them."""
 
 

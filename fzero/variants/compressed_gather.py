@@ -22,30 +22,35 @@ def define_gather(
     `compress` makes [R, B] uint8 of [R, S], B = `count_bytes(S)`, and `decompress(packed, S)` [R, S] float32 of these.
     """
 
+    def take(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return decompress(packed, numel).to(dtype).reshape(-1)
+
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         along, axis, dtype = program.wire_of(node), program.mesh.shard_axis, node.meta["val"].dtype
 
         def run(slices: list[Tensor], *_: Any, **__: Any) -> Any:
             block = compress(ops.pack_slices(slices, along, rank.rank)[None])[0]  # [B]
             packed = yield ops.AllGather(f"{name} of {along.layout.bucket}", axis, block)  # [N * B]
-            return decompress(packed.view(along.layout.world, -1), along.stride).to(dtype).reshape(-1)
+            return take(packed.view(along.layout.world, -1), along.stride, dtype)
 
         return run
 
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
-        along, bucket = program.wire_of(node), ops.BucketMove(*node.args).bucket
+        along = program.wire_of(node)
         nbytes = along.layout.world * count_bytes(along.stride)
-        yield ops.Comm("all_gather", program.mesh.shard_axis, bucket, torch.uint8, nbytes)
+        yield ops.Comm("all_gather", program.mesh.shard_axis, node.args[1], torch.uint8, nbytes)
 
-    return ops.define(name, like=ops.all_gather, perform=perform, moves=list_moves)
+    def find_scratch(program: Program, node: Any) -> int:
+        along, value = program.wire_of(node), node.meta["val"]
+        block = torch.empty(1, along.stride, dtype=value.dtype, device="meta")
+        packed = torch.empty(along.layout.world, count_bytes(along.stride), dtype=torch.uint8, device="meta")
+        return max(ops.measure_scratch(compress, block), ops.measure_scratch(take, packed, along.stride, value.dtype))
+
+    return ops.define(name, like=ops.all_gather, perform=perform, moves=list_moves, scratch=find_scratch)
 
 
 def compress_gathers(program: Program, name: str, gather: Any, strict: bool) -> Program:
-    """Gather every floating bucket by the operation `gather`. The stage stays as it is.
-
-    Raises:
-        FzeroError: where nothing floating is gathered, if `strict`. Else such a program stays as it is.
-    """
+    """Gather every floating bucket by the operation `gather`; if `strict`, refuse a program that gathers none."""
     program = program.copy()
     for node in program.graph.find_nodes(op="call_function", target=ops.all_gather):
         if node.meta["val"].is_floating_point():

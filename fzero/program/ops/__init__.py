@@ -6,6 +6,8 @@ calls. `ops.define(...)` adds an operation from outside of the package (docs/pas
 
 from fzero.layout.buffers import block_of as pack_slices
 from fzero.layout.buffers import blocks_of as pack_leaves
+from fzero.layout.buffers import leaves_of as unpack_leaves
+from fzero.layout.buffers import padding_of as padding_mask
 from fzero.program.arguments import BucketMove, BufferView, Item, LeafMove, Reduction
 from fzero.program.comm import Comm
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Slice
@@ -25,6 +27,7 @@ from fzero.program.ops.transfers import arrive, read, to_device, to_device_, to_
 from fzero.program.ops.turns import copy_body, map_bodies, return_rows, take_rows
 from fzero.program.ops.updates import adagrad, adagrad_, adamw, adamw_, momentum, momentum_, sgd, sgd_
 from fzero.program.records import define, is_call, record
+from fzero.program.scratch import measure_scratch
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, ReduceScatter
 
 __all__ = [
@@ -74,12 +77,14 @@ __all__ = [
     "log_softmax_",
     "loop",
     "map_bodies",
+    "measure_scratch",
     "momentum",
     "momentum_",
     "nll_gradient_",
     "orthogonalize",
     "pack_leaves",
     "pack_slices",
+    "padding_mask",
     "part",
     "ppermute_rows",
     "psum_scatter_rows",
@@ -99,6 +104,7 @@ __all__ = [
     "to_device_",
     "to_host",
     "to_owners",
+    "unpack_leaves",
     "wait",
     "whole",
     "write",
