@@ -41,7 +41,7 @@ def ademamix(program: Program, *, b3: float = 0.9999, alpha: float = 8.0, warmup
 
 def _add_average(program: Program, node: Any, row: int, path: str, b3: float, alpha: float, warmup: int) -> Program:
     grads, firsts, _, count, b1, b2, eps = node.args
-    results = {x.args[1]: {y.args[1]: y for y in x.users} for x in node.users}
+    results = {at: {row: y for y in x.users for _, row in [y.args]} for x in node.users for _, at in [x.args]}
     update, second, (program, old) = results[0][row], results[2][row], program.add_state(path, like=firsts[row])
     emit, users, ends = program.emit, list(update.users), (math.log(b1 or 1e-9), math.log(b3))
     with program.graph.inserting_before(max(update, second).next):

@@ -54,6 +54,6 @@ def _find_leaves(loop: Any, node: Any) -> set[Any]:
     """The leaves that a gather of a loop's body gathers, each with its slices of all turns; none without such lists."""
     given, (slices, _, leaves, _) = ops.Loop(*loop.args), node.args
     items = dict(zip(given.body.placeholders[len(given.carry) + len(given.xs) :], given.lists))
-    rows = [items.get(x) for x in slices]
+    rows: list[Any] = [items.get(x) for x in slices]
     is_known = all(isinstance(x, list) for x in rows)
     return {(leaf, *node.kwargs.items(), *each) for leaf, each in zip(leaves, rows)} if is_known else set()
