@@ -33,8 +33,8 @@ def ademamix(program: Program, *, b3: float = 0.9999, alpha: float = 8.0, warmup
     updates = program.graph.find_nodes(op="call_function", target=torch.ops.fzero.scale_by_adam.default)
     if not updates and not program.is_body:
         raise FzeroError("pass 'ademamix'", "finds no update of Adam", "use fzero.optim.adam or adamw, before='bucket'")
-    for number, node in enumerate(updates):
-        for row in range(len(node.args[0])):
+    for number, node, (grads, *_) in ((i, x, x.args) for i, x in enumerate(updates)):
+        for row in range(len(grads)):
             program = _add_average(program, node, row, f"ademamix.{number}.{row}", b3, alpha, warmup)
     return program
 
