@@ -32,6 +32,7 @@ from fzero import passes
 from fzero.passes.run import Pass
 from fzero.variants.bf16_scatter import bf16_scatter
 from fzero.variants.diloco import diloco
+from fzero.variants.fp8_gather import fp8_gather
 from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
 from fzero.variants.int8_mean import int8_mean
@@ -39,8 +40,10 @@ from fzero.variants.int8_scatter import int8_scatter
 from fzero.variants.loco_scatter import loco_scatter
 from fzero.variants.mics import mics
 from fzero.variants.power_sgd import power_sgd
+from fzero.variants.qgz import qgz
 from fzero.variants.sign_scatter import sign_scatter
 from fzero.variants.topk_scatter import topk_scatter
+from fzero.variants.zeropp import zeropp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import corpus
@@ -69,8 +72,11 @@ VARIANTS = {
     "exact": Variant(),
     "control": Variant(),
     "int8_gather": Variant(int8_gather),
-    "hpz": Variant(hpz, nodes=2),
+    "fp8_gather": Variant(fp8_gather),
+    "hpz": Variant(hpz, "offload", nodes=2),
     "mics": Variant(mics, nodes=2),
+    "qgz": Variant(qgz, nodes=2),
+    "zeropp": Variant(zeropp, "offload", nodes=2),
     "bf16_scatter": Variant(bf16_scatter),
     "int8_mean": Variant(int8_mean),
     "int8_scatter": Variant(int8_scatter),

@@ -12,8 +12,9 @@ from fzero.base import tree
 from fzero.base.flags import Flag
 from fzero.files import duplicate
 from fzero.program.operation import Node
-from fzero.program.program import Program, Result
+from fzero.program.program import Program
 from fzero.program.records import follow_memory
+from fzero.program.signature import Result
 from fzero.ranks.ranks import Ranks
 from fzero.values.origin import UNKNOWN, Origin, number_values, tell_apart
 from fzero.values.sharded import Form, Sharded

@@ -38,8 +38,9 @@ from fzero.pipeline import (
     place_state,
 )
 from fzero.program.plan import Plan
-from fzero.program.program import Program, Result
+from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.program.signature import Result
 from fzero.ranks.virtual import virtual
 from fzero.report import Report, report_step
 from fzero.returned import Returned

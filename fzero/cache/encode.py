@@ -21,8 +21,9 @@ from fzero.base.torch_private_traces import is_plain, make_as, make_empty
 from fzero.cache.rules import Undescribed
 from fzero.cache.values import Reader, Writer
 from fzero.program.operation import AGAIN, EMITTED_BY
-from fzero.program.program import Program, Result
+from fzero.program.program import Program
 from fzero.program.records import is_call
+from fzero.program.signature import Result
 
 LARGEST = 4096
 """The most elements of a tensor that a file holds."""

@@ -2,6 +2,7 @@
 
 slices --block_of--> [S] --all_gather--> [N * S] --join_leaf--> leaf
 leaves --blocks_of--> [N * S] --reduce_scatter--> [S] --slice_of--> slice
+leaves --blocks_of--> [N * S] --leaves_of--> leaves
 
 N ranks, S elements a block (`Wire.stride`). A partial wire is scattered without its padding, through `flat_parts`.
 """
@@ -78,6 +79,22 @@ def blocks_of(fulls: Sequence[Tensor], wire: Wire) -> Tensor:
         _concatenate(parts_of(flats, wire, rank), wire.block(rank), wire.stride) for rank in range(wire.layout.world)
     ]
     return torch.cat(blocks)
+
+
+def leaves_of(buffer: Tensor, wire: Wire) -> list[Tensor]:
+    """The leaves of a buffer [N * S] of every rank's blocks, in their shapes: the inverse of `blocks_of`. Views where a
+    leaf is one piece."""
+    shapes = [wire.layout.leaves[leaf].shape for leaf in wire.leaves]
+    return [join_leaf(buffer, wire, position, shape) for position, shape in enumerate(shapes)]
+
+
+def padding_of(wire: Wire, device: torch.device | str | None = None) -> Tensor:
+    """[N * S] which elements of a buffer of every rank's blocks are padding, and none of a leaf."""
+    mask = torch.ones(wire.numel, dtype=torch.bool, device=device)
+    for position in range(len(wire.leaves)):
+        for piece in wire.pieces(position):
+            mask[piece.start : piece.stop] = False
+    return mask
 
 
 def flat_parts(fulls: Sequence[Tensor], wire: Wire) -> list[Tensor]:

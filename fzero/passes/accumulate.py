@@ -19,8 +19,9 @@ from fzero.program.kinds import Slice
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.reductions import mean_over
-from fzero.program.program import Argument, Program, Result
+from fzero.program.program import Program
 from fzero.program.records import find_loops, is_call, mean_of, storage
+from fzero.program.signature import Argument, Result
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)

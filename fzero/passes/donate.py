@@ -18,8 +18,9 @@ from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import OVERWRITING, copy_of
 from fzero.program.places import where_of
-from fzero.program.program import Argument, Program
+from fzero.program.program import Program
 from fzero.program.records import body_of, find_calls, find_writes, name_of, record, storage
+from fzero.program.signature import Argument
 
 _TIMES_A_NUMBER = (
     torch.ops.aten.mul.Scalar,

@@ -13,8 +13,9 @@ from fzero.program import ops
 from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
-from fzero.program.program import Argument, Program
+from fzero.program.program import Program
 from fzero.program.records import find_loops, is_call
+from fzero.program.signature import Argument
 
 
 def hoist(program: Program, *, keep: Collection[str] | None = None) -> Program:

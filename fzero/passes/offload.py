@@ -22,8 +22,9 @@ from fzero.program.operation import Node, nbytes
 from fzero.program.ops.loops import Loop
 from fzero.program.ops.transfers import COPIES
 from fzero.program.places import CHAIN, Where, is_placed, is_wide, list_sources, runs_on_device, step_towards, where_of
-from fzero.program.program import Program, Result
+from fzero.program.program import Program
 from fzero.program.records import alias_of, body_of, find_writes, is_call, record, shares_memory, storage
+from fzero.program.signature import Result
 
 Away = dict[Node, Placement]
 """The nodes whose values lie elsewhere than on the device -> where."""

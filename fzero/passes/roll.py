@@ -20,8 +20,9 @@ from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
 from fzero.program.ops import loops
 from fzero.program.ops.transfers import copy_of
-from fzero.program.program import Argument, Program, Result
+from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, record, storage
+from fzero.program.signature import Argument, Result
 from fzero.values.regions import Mark, Turn, get_mark, set_mark
 
 _INS = (loops.carry, loops.row, loops.pick)

@@ -20,7 +20,6 @@ from fzero.program.operation import EMITTED_BY, Node, nbytes
 from fzero.program.program import Program
 from fzero.program.records import find_loops, name_of, record
 from fzero.program.refusals import line_of
-from fzero.program.state_layouts import IN_A_BODY
 
 Pass = Callable[[Program], Program]
 _log = logging.getLogger("fzero")
@@ -62,7 +61,13 @@ def _rewrite(
     def rewrite_body(body: Program) -> Program:
         return _rewrite(rewrite, body, list_accesses(find_mutable(body.graph)), is_placed)
 
-    given = ops.map_bodies(program, rewrite_body)
+    try:
+        given = ops.map_bodies(program, rewrite_body)
+    except FzeroError as error:
+        where = f"pass {name_of_pass(rewrite)!r}"
+        if error.where.startswith("pass "):
+            raise
+        raise FzeroError(f"{where}: {error.where}", error.problem, error.way_out) from error
     if is_foreign(rewrite):
         result = _run(rewrite, given, is_placed)
         _warn_of_loops(name_of_pass(rewrite), program, given, result)
@@ -151,8 +156,6 @@ def _run(rewrite: Pass, program: Program, is_placed: bool) -> Program:
     if arguments != placeholders:
         problem = f"leaves {placeholders} placeholders for {arguments} arguments"
         raise FzeroError(where, problem, "add state with program.add_state, which keeps both in step")
-    if result.is_body and result.pass_state:
-        raise FzeroError(where, *IN_A_BODY)
     made = {node.name for node in program.graph.nodes}
     for node in result.graph.nodes if result.graph is not program.graph else ():
         if node.name not in made and EMITTED_BY not in node.meta:

@@ -18,8 +18,9 @@ from fzero.program.inference import infer
 from fzero.program.kinds import Kind
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
-from fzero.program.program import Argument, Program, Result
+from fzero.program.program import Program
 from fzero.program.records import is_call
+from fzero.program.signature import Argument, Result
 from fzero.values.tiles import TILES
 
 _aten = torch.ops.aten

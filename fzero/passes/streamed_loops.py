@@ -35,8 +35,9 @@ from fzero.program.arguments import LeafMove, operand_of
 from fzero.program.kinds import UNIFORM, Kind, Slice
 from fzero.program.operation import AGAIN, Node
 from fzero.program.ops.loops import Loop
-from fzero.program.program import Argument, Program, Result
+from fzero.program.program import Program
 from fzero.program.records import name_of
+from fzero.program.signature import Argument, Result
 
 _aten = torch.ops.aten
 _PRODUCTS = {

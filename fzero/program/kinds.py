@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero.program.program import Argument, Program, Result
+    from fzero.program.program import Program
+    from fzero.program.signature import Argument, Result
 
 UNIFORM: frozenset[str] = frozenset()
 RAGGED = "its shape"

@@ -172,6 +172,7 @@ class Allocator:
             if node not in self._at:
                 self._at[node], *beside = self._locate(node)
                 self.keys[node] = tuple(dict.fromkeys([*(at.key for at in _flatten(self._at[node])), *beside]))
+        self._add_scratch()
         places = find_places(program) if is_placed(program) else {}
         for node in program.graph.nodes:  # in order: a write keeps alive what lies on the host
             where = places.get(node, "device")
@@ -237,6 +238,16 @@ class Allocator:
         if node.target is operator.getitem:
             return (same[position_of(node)] if isinstance(same, list) else same,)
         return ([same] * len(value) if isinstance(value, (list, tuple)) else same,)
+
+    def _add_scratch(self) -> None:
+        """Count what operations need while they run, and where they start a collective, where the step waits for it."""
+        for node in self.program.graph.nodes:
+            operation = record(node) if node.op == "call_function" else None
+            if operation is not None and operation.scratch is not None:
+                nbytes = operation.scratch(self.program, node)
+                waits = [x for x in node.users if operation.starts and x.op == "call_function" and record(x).waits]
+                for each in (node, *waits):
+                    self.scratch[each] = self.scratch.get(each, 0) + nbytes
 
     def where(self, key: Key) -> Where:
         """Where a storage lies."""

@@ -26,7 +26,8 @@ from fzero.program.operation import Node
 from fzero.program.records import body_of, find_loops
 
 if TYPE_CHECKING:
-    from fzero.program.program import Program, Result
+    from fzero.program.program import Program
+    from fzero.program.signature import Result
 
 
 @dataclass(frozen=True)

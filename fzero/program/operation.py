@@ -109,6 +109,8 @@ class Operation:
     * `overwrites(node)`: the operands whose every element the operation overwrites, and none of which it reads.
     * `memory(allocator, node)`: the location of the result, then further storages that the result keeps alive. None: by
       `shares` the operand's, else new memory.
+    * `scratch(program, node)`: the bytes that a rank needs while it performs the operation, or while it waits for what
+      the operation started: beside operands, results and what is sent and arrives. None: no such bytes.
     * `work(node)`: the flops and bytes of this rank, besides communication.
     * `line(program, node)`: the node's line in a listing. None: by `moves`, else part of a "compute" line.
     * `label(program, node)`: the name of the operation in a profile. None: no name.
@@ -159,6 +161,7 @@ class Operation:
     writes: Callable[[Node], list[Node]] = no_operands
     overwrites: Callable[[Node], list[Node]] = no_operands
     memory: Callable[[Allocator, Node], tuple[Any, ...]] | None = None
+    scratch: Callable[[Program, Node], int] | None = None
     work: Callable[[Node], Work] = read_and_write
     line: Callable[[Program, Node], str] | None = None
     label: Callable[[Program, Node], str] | None = None

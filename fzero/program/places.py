@@ -22,7 +22,8 @@ from fzero.program.refusals import refuse_node
 
 if TYPE_CHECKING:
     from fzero.base.placement import Placement
-    from fzero.program.program import Argument, Program, Result
+    from fzero.program.program import Program
+    from fzero.program.signature import Argument, Result
 
 Where = Literal["device", "host", "disk"]
 CHAIN: tuple[Where, ...] = ("disk", "host", "device")

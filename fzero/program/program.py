@@ -15,14 +15,12 @@ from torch import Tensor, fx
 from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag, MakeFlag
 from fzero.base.mesh import VirtualMesh
-from fzero.base.placement import Placement
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
 from fzero.layout.layout import Layout, LayoutTable
 from fzero.program.comm import Comms
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value
-from fzero.program.kinds import Kind
 from fzero.program.largest import Alive, list_largest
 from fzero.program.lines import format_contents, format_node, format_type, list_shapes
 from fzero.program.listing import list_program
@@ -34,6 +32,7 @@ from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
 from fzero.program.records import comm_of, find_bodies, record, shares_memory
 from fzero.program.refusals import refuse_emit
+from fzero.program.signature import Argument, Result
 from fzero.program.state_layouts import STEP_COUNT, Initial, PassState, lay_out_state
 from fzero.program.timeline import Costs, Timeline, cost_nodes, simulate_timeline
 from fzero.program.work import find_device_type
@@ -41,52 +40,6 @@ from fzero.program.work import find_device_type
 RANK = 0
 """The rank whose slice sizes a graph shows. No node depends on these sizes, so one program serves all ranks."""
 _INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A tensor argument. `path` is its path among the step's arguments. State has a `bucket` and a `leaf` of its
-    layout; the bucket of a batch argument is None.
-
-    The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
-    body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class. `role`
-    is "seed" or "step" for an argument that random draws follow from. State lies in `place`, None for the device. State
-    of a pass whose values differ along axes has the kind `own`.
-    """
-
-    path: str
-    bucket: str | None = None
-    leaf: int = 0
-    donated: bool = False
-    kind: Kind | None = None
-    flag: type[Flag] | None = None
-    role: str = ""
-    place: Placement | None = None
-    own: Kind | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """A leaf of the tree that the step returns: state (`bucket`, `leaf`), another tensor (`bucket` None), or a
-    `constant`.
-
-    `varies` names the mesh axes along which a tensor that is no state and has no `kind` differs between ranks, once the
-    pass `resolve` has noted them; else it is None. A carry of a loop has the `kind` that it may have in all turns.
-    State is returned in `place`, None for the device. `replaces` is the path of the argument in whose place it stands:
-    both are leaves of trees of one structure. "" where there is none.
-    `own` is as in `Argument`.
-    """
-
-    path: str
-    bucket: str | None = None
-    leaf: int = 0
-    constant: Any = None
-    is_constant: bool = False
-    varies: frozenset[str] | None = None
-    kind: Kind | None = None
-    place: Placement | None = None
-    replaces: str = ""
-    own: Kind | None = None
 
 
 @dataclass(frozen=True, repr=False)

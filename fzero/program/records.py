@@ -89,8 +89,8 @@ def define(
     The other keywords are the fields of `fzero.ops.Operation`. An operation needs at least `kind` and `fake`.
     `perform(program, node, rank)` returns a function of the node's arguments; where the operation communicates the
     function is a generator of exchanges, and `moves` lists the collectives. `like`, the target of a known operation,
-    fills the fields that are not given. With `perform`, `like` does not fill `memory`, `work`, `alias_at` and `label`,
-    because these fields say how the known operation is performed.
+    fills the fields that are not given. With `perform`, `like` does not fill `memory`, `scratch`, `work`,
+    `alias_at` and `label`, because these fields say how the known operation is performed.
 
     Raises:
         FzeroError: for a name that another operation has or that is no name in Python; without a rule for kinds or a
@@ -137,7 +137,7 @@ def define(
 
 _OF_ITSELF = {"name", "target", "fake", "is_foreign", "transpose", "together", "mean_of", "is_identity"}
 """Fields that no operation inherits: what the operation is itself, and what passes put in its place."""
-_OF_PERFORMANCE = {"memory", "work", "alias_at", "label", "of_all"}
+_OF_PERFORMANCE = {"memory", "scratch", "work", "alias_at", "label", "of_all"}
 """Fields that say how an operation is performed. An operation with a `perform` of its own does not inherit them."""
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _RULES = frozenset(
     """
-    fake kind check perform of_all transpose span moves shares alias_at writes overwrites memory work line label
+    fake kind check perform of_all transpose span moves shares alias_at writes overwrites memory scratch work line label
     is_random body early mean_of is_identity
     """.split()
 )
@@ -94,6 +94,7 @@ _RESULTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "overwrites": (_is_list_of_nodes, "a list of operands, nodes such as node.args[0]"),
     "work": (lambda made: isinstance(made, Work), "ops.Work(flops, nbytes)"),
     "memory": (lambda made: isinstance(made, tuple) and len(made) > 0, "a tuple that begins with a location"),
+    "scratch": (lambda made: isinstance(made, int) and made >= 0, "a number of bytes"),
     "line": (lambda made: isinstance(made, str), "a text"),
     "label": (lambda made: isinstance(made, str), "a text"),
     "span": (lambda made: made is None or isinstance(made, range), "a range of elements, or None"),

@@ -30,12 +30,11 @@ from fzero.program.records import record
 if TYPE_CHECKING:
     from fzero.program.program import Program
 
-IN_A_BODY = (
-    "adds state to the body of a loop, and a turn keeps none",
-    "add state where program.is_body is false: sync='once' scatters gradients of fzero.accumulate behind its "
-    "loop; fzero.scan scatters in its loop, so let Python loop over the layers",
+IN_A_TURN = (
+    "is given state by a pass, and its turns keep none: they are microbatches or tiles",
+    "let fzero.accumulate(..., sync='once') scatter behind its loop, or add state where program.is_body is false",
 )
-"""The problem of a pass that adds state to a loop's body, and the way out."""
+"""The problem of a pass that adds state to the body of a loop of `fzero.accumulate`, and the way out."""
 STEP_COUNT = "passes.step_count"
 """The path of the state that `Program.step_count` adds."""
 Initial = float | Callable[[tuple[int, ...], torch.Generator], Tensor]
@@ -93,8 +92,6 @@ def lay_out_state(
     differs = tuple(name for axis in differs for name in program.mesh.split(axis))
     if differs and replicated:
         raise FzeroError(path, f"is replicated, and differs along {differs}", "leave one of both out")
-    if program.is_body and like is not None:
-        raise FzeroError(path, *IN_A_BODY)
     bucket, index, dtype = (path, 0, torch.float32) if like is None else _find_leaf(program, path, like)
     leaf = Leaf(path, tuple(shape)) if shape is not None else program.layouts[bucket].leaves[index]
     if along := set(program.mesh.shard_axes).intersection(differs):

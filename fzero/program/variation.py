@@ -9,7 +9,8 @@ from fzero.program.operation import Node
 from fzero.program.records import find_writes, record, storage
 
 if TYPE_CHECKING:
-    from fzero.program.program import Argument, Program
+    from fzero.program.program import Program
+    from fzero.program.signature import Argument
 
 
 def find_sources(program: Program, node: Node) -> list[Argument]:

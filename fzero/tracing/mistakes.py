@@ -26,9 +26,10 @@ from fzero.base.torch_private import is_wrapper, storage_key
 from fzero.layout.layout import Leaf
 from fzero.program import ops
 from fzero.program.operation import Node
-from fzero.program.program import Argument, Program
+from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, record, shares_memory
 from fzero.program.refusals import line_of
+from fzero.program.signature import Argument
 from fzero.values.lowering import Apply, StatefulApply
 from fzero.values.regions import get_mark
 

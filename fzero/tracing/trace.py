@@ -37,8 +37,9 @@ from fzero.program.aten import find_functional
 from fzero.program.open import Open
 from fzero.program.operation import Node
 from fzero.program.places import place_results
-from fzero.program.program import RANK, Argument, Program, Result
+from fzero.program.program import RANK, Program
 from fzero.program.records import find_writes, is_random, name_of
+from fzero.program.signature import Argument, Result
 from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.checkpoint import checkpoint

@@ -26,6 +26,7 @@ class Compressor:
         self.name, self.exchange = name, define_exchange(f"{name}_reduce_scatter", count_bytes, decompress)
         self.pack = ops.define(
             f"{name}_pack", names="leaves", perform=lambda program, node, rank: partial(self._pack, program, node),
+            scratch=lambda program, node: ops.measure_scratch(partial(self._pack, program, node), *node.args),
             fake=self._fake,
             kind=lambda walk, node: [walk.per_rank] * 2 if isinstance(node.meta["val"], list) else walk.per_rank,
         )  # fmt: skip
@@ -49,8 +50,7 @@ class Compressor:
     def _pack(self, program: Program, node: Any, fulls: Any, bucket: str, leaves: Any, numel: int, world: int,
               kept: Any, count: Any, options: tuple[Any, ...]) -> Any:  # fmt: skip
         along = program.wire_of(node)
-        ones = [torch.ones_like(x).float() for x in fulls] if self.masks else None
-        real = None if ones is None else ops.pack_leaves(ones, along).view(world, -1)
+        real = ~ops.padding_mask(along, fulls[0].device).view(world, numel) if self.masks else None
         rows = ops.pack_leaves(fulls, along).float().view(world, numel)
         rows = rows if kept is None else rows + self.recall(kept, numel)
         packed = self.compress(rows, real, *options)

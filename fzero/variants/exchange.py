@@ -17,14 +17,16 @@ from fzero import Program, ops
 def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Callable[..., Any]) -> Any:
     """The operation `name` of `(packed, bucket, leaves, S, dtype, replicas, options)`, in place of a reduce-scatter."""
 
+    def take_mean(received: Any, world: int, numel: int, options: Any) -> Any:
+        return decompress(received.view(world, -1), numel, *options).mean(0)  # [S]
+
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-        _, bucket, *_ = node.args
-        axis, over, what = program.mesh.shard_axis, _list_replicas(program, node), f"{name} of {bucket}"
+        _, bucket, _, _, _, replicas, _ = node.args
+        axis, over, what = program.mesh.shard_axis, list_replicas(program, replicas), f"{name} of {bucket}"
 
         def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
             received = yield ops.AllToAll(what, axis, packed)
-            rows = received.view(program.mesh.size(axis), -1)
-            block = decompress(rows, numel, *options).mean(0)  # [S]
+            block = take_mean(received, program.mesh.size(axis), numel, options)
             if over:
                 block = yield ops.AllReduce(f"{what} over {over}", over, block, "avg")
             return block.to(dtype)
@@ -32,8 +34,8 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
         return run
 
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
-        _, bucket, _, numel, _, _, options = node.args
-        axis, over = program.mesh.shard_axis, _list_replicas(program, node)
+        _, bucket, _, numel, _, replicas, options = node.args
+        axis, over = program.mesh.shard_axis, list_replicas(program, replicas)
         yield ops.Comm("all_to_all", axis, bucket, torch.uint8, program.mesh.size(axis) * count_bytes(numel, *options))
         if over:
             yield ops.Comm("all_reduce", over, bucket, torch.float32, 4 * numel)
@@ -46,12 +48,13 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
     return ops.define(
         name, like=ops.reduce_scatter, perform=perform, kind=find_kind, moves=list_moves,
         fake=lambda packed, bucket, leaves, numel, dtype, *_: packed.new_empty(numel, dtype=dtype),
-        check=lambda program, node: None,
+        check=lambda program, node: None, scratch=lambda program, node: ops.measure_scratch(
+            take_mean, node.args[0], program.mesh.size(program.mesh.shard_axis), node.args[3], node.args[6]
+        ),
     )  # fmt: skip
 
 
-def _list_replicas(program: Program, node: Any) -> str:
+def list_replicas(program: Program, replicas: bool) -> str:
     """The axes, together, over which a scatter takes the mean behind that over the shard axis; "" for none."""
-    *_, replicas, _ = node.args
     axes = [axis for axis in program.mesh.replica_axes if replicas and program.mesh.size(axis) > 1]
     return program.mesh.join(axes) if axes else ""

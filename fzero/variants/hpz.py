@@ -13,25 +13,25 @@ from __future__ import annotations
 from typing import Any
 
 from fzero import FzeroError, Program, ops
-from fzero.variants.parts import gather_parts, keep_part
+from fzero.variants.parts import gather_parts, keep_part, list_gathers
+from fzero.variants.parts_in_loops import keep_for_later_loops
 
 
 def hpz(program: Program, *, axis: str = "local", strict: bool = True) -> Program:
-    """Gather each bucket once over all ranks that state lies along, in a step or in a turn of a loop. Each rank keeps a
-    part of what it gathered, and later gathers are of these parts, along `axis`. Same results, bit for bit.
+    """Gather each bucket once over all ranks that state lies along, in a step, in a turn of microbatches, or in the
+    turn of a layer with that of its backward pass. Each rank keeps a part of what it gathered, and later gathers are of
+    these parts, along `axis`. Same results, bit for bit.
 
     Raises:
         FzeroError: where state does not lie along `axis` and another axis; behind the pass prefetch, where a gather
             starts before an earlier one is there. If `strict`, where no bucket is gathered twice, as at stages 1 and 2,
-            or none in a turn of a loop that gathers, as in `fzero.scan`. Else such a program, or loop, stays as it is.
+            or none of those that a loop gathers. Else such a program, or loop, stays as it is.
     """
     program, mesh, first = program.copy(), program.mesh, dict[Any, Any]()
     if axis not in mesh.shard_axes or len(mesh.shard_axes) == 1:
         problem = f"gathers again along {axis!r}, and state lies along {mesh.shard_axis!r} of {mesh}"
         raise FzeroError("pass 'hpz'", problem, 'make a mesh with the axes "node" and "local"')
-    gathers = [x for x in program.graph.nodes if x.op == "call_function" and ops.record(x).starts == "gathered"]
-    gathers = [x for x in gathers if not ops.is_call(x, gather_parts)]
-    for node in gathers:
+    for node in list_gathers(program):
         slices, bucket, leaves, numel = node.args
         kept = first.setdefault((*slices, bucket, *leaves, *node.kwargs.items()), node)
         if kept is node:
@@ -46,8 +46,13 @@ def hpz(program: Program, *, axis: str = "local", strict: bool = True) -> Progra
             part = known[0] if known else program.emit(keep_part, buffer, bucket, leaves, size, axis)
         with program.graph.inserting_before(node):
             program.substitute(node, program.emit(gather_parts, part, bucket, leaves, numel, axis))
-    is_empty = bool(gathers) if program.is_body else not program.find(gather_parts)
-    if strict and is_empty and len(first) == len(gathers):
-        problem = f"finds {len(gathers)} gathers{' in a loop' * program.is_body}, and no bucket that is gathered twice"
-        raise FzeroError("pass 'hpz'", problem, 'put it before="offload", at stage 3 and without fzero.scan')
+    if program.is_body:
+        return program
+    keep_for_later_loops(program, axis)
+    loops = [ops.Loop(*x.args).body for x in program.graph.find_nodes(op="call_function", target=ops.loop)]
+    once = [x for x in loops if list_gathers(x) and not x.find(keep_part)]
+    if strict and (once or not program.find(gather_parts)):
+        where, count = " in a loop" if once else "", len(list_gathers(once[0] if once else program))
+        problem = f"finds {count} gathers{where}, and no bucket that is gathered twice"
+        raise FzeroError("pass 'hpz'", problem, 'put it before="offload", at stage 3')
     return program

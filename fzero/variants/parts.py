@@ -49,3 +49,9 @@ gather_parts = ops.define(
     memory=lambda held, node: (held.new(node, node.meta["val"]), *held.keys_of(node.all_input_nodes)),
 )  # fmt: skip
 """`(part, bucket, leaves, numel, axis)`: the inverse of `keep_part`, a gathered buffer of `numel` elements."""
+
+
+def list_gathers(program: Program) -> list[Any]:
+    """The nodes of a program that gather buckets from slices, loops apart."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return [x for x in calls if ops.record(x).starts == "gathered" and not ops.is_call(x, gather_parts)]

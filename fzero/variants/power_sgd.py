@@ -25,7 +25,7 @@ def power_sgd(program: Program, *, rank: int = 4) -> Program:
     the rank of the mean gradient, with what ranks keep, is at most `rank`. The place is in front of the pass bucket.
 
     Raises:
-        FzeroError: for a rank below 1, on a mesh with model axes, where no gradient is such, where a loop scatters one.
+        FzeroError: for a rank below 1, on a mesh with model axes, where no gradient is such, for turns of accumulate.
     """
     check_option("power_sgd", "rank", rank, isinstance(rank, int) and rank >= 1, "a whole number from 1, as 4")
     program, found = program.copy(), 0
@@ -34,7 +34,7 @@ def power_sgd(program: Program, *, rank: int = 4) -> Program:
         n, *others = move.value.meta["val"].shape or (1,)
         if is_mean and others and rank * (n + (m := math.prod(others))) < n * m:
             program, found = _replace(program, node, f"power_sgd.{found}.{move.bucket}", rank, n, m), found + 1
-    if not found and not program.is_body:
+    if not (found or program.is_body or any(state.path.startswith("power_sgd.") for state in program.pass_state)):
         problem = f"finds no gradient on {program.mesh} that moves in fewer bytes as matrices of rank {rank}"
         raise FzeroError("pass 'power_sgd'", problem, "put it before='bucket', on data axes, or lower the rank")
     return program

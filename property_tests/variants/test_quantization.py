@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fzero.variants import fp8_gather
 from fzero.variants.quantization import BLOCK, count_bytes, dequantize, quantize
 
 ROUNDING = 1e-6
@@ -63,3 +64,12 @@ def test_what_was_rounded_is_not_rounded_further(rows: Tensor) -> None:
 def test_rows_do_not_mix(rows: Tensor) -> None:
     alone = [quantize(row[None]) for row in rows]
     assert torch.equal(quantize(rows), torch.cat(alone))
+
+
+@given(random_rows())
+def test_no_element_in_8_bits_of_floating_point_is_off_by_more_than_a_sixteenth_of_itself(rows: Tensor) -> None:
+    packed = fp8_gather.compress(rows)
+    assert packed.shape == (len(rows), count_bytes(rows.shape[1]))
+    back = fp8_gather.decompress(packed, rows.shape[1])
+    bound = torch.maximum(rows.abs() / 16, amax(rows) * 2.0**-18)
+    assert ((back - rows).abs() <= bound + amax(rows) * ROUNDING).all() and (back[rows == 0] == 0).all()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.buffers import block_of, blocks_of
+from fzero.layout.buffers import block_of, blocks_of, leaves_of, padding_of
 from fzero.layout.layout import Layout, Leaf, wire
 
 PAIR = wire(Layout("layer", (Leaf("a", (2,)), Leaf("b", (2,))), VirtualMesh(fsdp=1), align=5), (0, 1))
@@ -76,3 +76,13 @@ def test_a_first_slice_behind_a_gap_needs_memory_before_it() -> None:
 def test_leaves_are_put_around_gaps() -> None:
     sent = blocks_of([torch.ones(3), torch.full((3, 4), 2.0)], ROWS)
     assert sent.tolist() == [1, 1, 1, 0, *[2] * 12]
+
+
+def test_leaves_come_back_and_padding_is_what_no_leaf_has() -> None:
+    """Of all leaves of a bucket with gaps, and of some in a partial wire."""
+    layout = Layout("b", (Leaf("x", (3, 5), 5), Leaf("y", (7,)), Leaf("z", (4, 2), 8)), VirtualMesh(fsdp=3), align=4)
+    for along in (wire(layout, (0, 1, 2)), wire(layout, (0, 2)), wire(layout, (1,))):
+        fulls = [torch.rand(layout.leaves[leaf].shape) + 1 for leaf in along.leaves]
+        buffer = blocks_of(fulls, along)
+        assert all(map(torch.equal, leaves_of(buffer, along), fulls))
+        assert torch.equal(padding_of(along), buffer == 0)

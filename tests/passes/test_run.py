@@ -121,12 +121,13 @@ def test_a_pass_that_changes_nothing_may_stand_anywhere(
     assert rewritten.lines() == plain.lines()
 
 
-def test_state_that_a_pass_adds_to_a_turn_is_refused() -> None:
+def test_state_that_a_pass_adds_to_microbatches_is_refused() -> None:
+    """In a scan inside of them too: of these turns each would need its own."""
+    params = fzero.partition(layers(), MESH)
+    chosen = passes.insert(passes.defaults(stage=3), counts_steps, before="bucket")
     with pytest.raises(
-        FzeroError, match="pass 'counts_steps': adds state to the body of a loop, and a turn keeps none"
+        FzeroError, match="pass 'counts_steps': loop .*: is given state by a pass, and its turns keep none"
     ):
-        params = fzero.partition(layers(), MESH)
-        chosen = passes.insert(passes.defaults(stage=3), counts_steps, before="bucket")
         fzero.simulate(in_loops, MESH, passes=chosen).trace(params, CLIPPED.init(params), torch.ones(8, 5))
 
 

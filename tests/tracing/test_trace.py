@@ -18,7 +18,7 @@ from fzero import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.program import ops
-from fzero.program.program import Argument
+from fzero.program.signature import Argument
 from fzero.tracing import trace
 
 

@@ -317,14 +317,59 @@ def scanned(params: Any, x: Tensor) -> Any:
     return fzero.grad(sums_of)(params)
 
 
+def unrolled(params: Any, x: Tensor) -> Any:
+    return fzero.grad(lambda params: functools.reduce(lambda h, p: (h @ p["w"]).tanh(), params, x).square().mean())(
+        params
+    )
+
+
+def train_layers(fn: Any, rewrite: Pass, mesh: Any) -> tuple[list[Any], Any]:
+    """The gradients of three calls of a step with two layers, and the state behind them."""
+    draw = torch.Generator().manual_seed(0)
+    layers = [{"w": torch.eye(12) + torch.randn(12, 12, generator=draw) / 5} for _ in range(2)]
+    step, params = make(fn, mesh, rewrite), fzero.partition(layers, mesh)
+    state, found = step.init_pass_state(params, batch_of(0)), []
+    for number in range(3):
+        grads, state = call(step, state, params, batch_of(number))
+        found.append(fzero.unpartition(grads))
+    return found, state
+
+
+@pytest.mark.parametrize("name", ["loco_scatter", "int8_scatter", "sign_scatter", "topk_scatter"])
+def test_a_layer_of_a_scan_keeps_what_it_keeps_without(name: str) -> None:
+    """In LoCo, errors are kept, and zero again behind the second step: turns share the number of steps."""
+    rewrite = partial(loco_scatter, period=2) if name == "loco_scatter" else EVERY[name]
+    (got, state), (wanted, other) = (train_layers(fn, rewrite, TWO) for fn in (scanned, unrolled))
+    for a, b in zip(tree.leaves(got), tree.leaves(wanted)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    state.pop("passes.step_count", None), other.pop("passes.step_count", None)
+    short = name.partition("_")[0]
+    assert list(state) == [f"{short}_error.0.0.0", f"{short}_error.0.0.1"]
+    for a, b in zip(state.values(), reversed(other.values())):  # as the backward pass has layers
+        torch.testing.assert_close(*map(fzero.unpartition, (a, b)), rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_is_lost_of_thin_matrices_in_a_scan() -> None:
+    sent, state = train_layers(scanned, partial(power_sgd, rank=2), TWO)
+    exact, _ = train_layers(scanned, lambda program: program, TWO)
+    for row, (got, wanted) in enumerate(zip(total(sent), total(exact))):
+        kept = fzero.unpartition(state[f"power_sgd.0.0.error.{row}"]).view(TWO.size(), 12, 12).mean(0)
+        assert not torch.allclose(got["w"], wanted["w"], atol=1e-3)
+        torch.testing.assert_close(got["w"] + kept, wanted["w"], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", EVERY)
-def test_a_loop_that_scatters_keeps_no_state_which_is_named(name: str) -> None:
-    params = fzero.partition([{"w": torch.eye(12)} for _ in range(2)], ONE)
-    step = make(scanned, ONE, EVERY[name])
+def test_a_loop_of_microbatches_that_scatters_keeps_no_state_which_is_named(name: str) -> None:
+    def step(params: Any, x: Tensor) -> Any:
+        return fzero.accumulate(sums, 2, sync="each")(params, x)[1]
+
+    step, params = make(step, ONE, EVERY[name]), fzero.partition(weights(), ONE)
     if name in ("int8_mean", "bf16_scatter"):
         step(params, batch_of(0))
         return
-    named = "finds .* loops" if name == "diloco" else "adds state to the body of a loop, and a turn keeps none"
+    named = (
+        "finds .* loops" if name == "diloco" else f"pass '{name}': loop .*is given state by a pass, and its turns keep"
+    )
     with pytest.raises(FzeroError, match=named):
         step.trace(params, batch_of(0))
 

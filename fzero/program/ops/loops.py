@@ -23,7 +23,7 @@ takes away:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -37,7 +37,7 @@ from fzero.program.memory import Allocator, measure_beside
 from fzero.program.operation import Node, Operation, Work, nbytes
 from fzero.program.ops.transfers import copy_of
 from fzero.program.places import CHAIN, Where, is_placed, where_of
-from fzero.program.records import comm_of, find_loops, record, register, register_for_tracing, starts
+from fzero.program.records import comm_of, record, register, register_for_tracing, starts
 from fzero.program.refusals import PASS_BUG, describe_kind, line_of
 from fzero.program.work import work
 
@@ -143,23 +143,6 @@ def loop(*args: Any) -> list[Any]:
 def _empty_as(x: Tensor) -> Tensor:
     """An empty tensor of the same sizes and strides."""
     return x.new_empty_strided(x.shape, x.stride())
-
-
-def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
-    """The program with the body of each loop rewritten. The program itself where that changes nothing."""
-    news: dict[str, Program] = {}
-    for node, body in find_loops(program.graph).items():
-        new = rewrite(body)
-        if new is body:
-            continue
-        if new.pass_state or len(new.arguments) != len(body.arguments):
-            raise FzeroError(f"loop {node.name}", "a pass adds state to its body", "add state to whole programs only")
-        news[node.name] = new
-    program = program.copy() if news else program
-    for node in find_loops(program.graph):
-        if node.name in news:
-            node.args = tuple(Loop(*node.args)._replace(body=news[node.name]))
-    return program
 
 
 def _find_early(node: Node) -> dict[Node, int]:
