@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except FzeroError as error:
-        print(error, file=sys.stderr)
+        print(error, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     return 0
 

@@ -92,7 +92,7 @@ def test_a_sweep_says_what_does_not_fit(
     given = ("--config", config, "--length", "8", "--sweep", "1", "--hardware", "h200")
     fits = plan(capsys, *given).splitlines()
     assert fits[0].startswith("1 x h200 with 131.3 GiB") and fits[2].startswith("fsdp=1 ") and len(fits) == 3
-    told, error = plan(capsys, *given, "--memory", "1KiB").splitlines()
+    told, error, _ = plan(capsys, *given, "--memory", "1KiB").splitlines()
     assert "least peak" in told and "; " not in told
     assert error.startswith("--sweep 1: plans no mesh; the first, fsdp=1: memory: is 1.0 KiB") and "; give at" in error
     monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(nbytes=100_000))
@@ -170,7 +170,7 @@ def test_what_cannot_be_planned_is_named(
 
 
 def test_a_wrong_option_of_a_sweep_is_named_once(capsys: pytest.CaptureFixture[str], config: str) -> None:
-    (line,) = plan(capsys, "--config", config, "--sweep", "8", "--rates", "/nofile").splitlines()
+    line, _ = plan(capsys, "--config", config, "--sweep", "8", "--rates", "/nofile").splitlines()
     assert line.startswith("/nofile: has no rates") and line.endswith(
         "; write json.dumps(step.calibrate(...)._asdict()) to it"
     )
