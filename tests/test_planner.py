@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,12 @@ def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], c
     assert plan(capsys, *given) == plan(capsys, *given, "--html", str(page))
     assert 'class="limit"' in page.read_text(), "the memory of the device is not drawn"
     assert "is not written" in plan(capsys, *given, "--html", str(page / "inside"))
+    assert plan(capsys, *given, "--html", str(page), "--batch", "2", "--beside", "fsdp=2,tp=2")[:7] == "86,336 "
+    beside = page.read_text()
+    assert "A: train_step on VirtualMesh(fsdp=2)" in beside and "B: train_step on VirtualMesh(fsdp=2, tp=2)" in beside
+    assert 'class="limit"' in beside
+    assert "give --html FILE too" in plan(capsys, *given, "--beside", "fsdp=4")
+    assert "has 4 groups" in plan(capsys, *given, "--html", str(page), "--beside", "fsdp=4")
 
 
 def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
@@ -77,7 +84,12 @@ def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
 ) -> None:
     (Path(config) / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
     monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(host=2))
-    rows = json.loads(plan(capsys, "--config", config, "--length", "8", "--hardware", "h200", "--json", "--sweep", "2"))
+    heard: list[Any] = []
+    with fzero.metrics.progress(heard.append, every=0.0):
+        out = plan(capsys, "--config", config, "--length", "8", "--hardware", "h200", "--json", "--sweep", "2")
+    rows = json.loads(out)
+    planned = [(each.done, each.total, each.at) for each in heard if each.work == "planning"]
+    assert planned == [(1, 3, "fsdp=2"), (2, 3, "fsdp=1,tp=2"), (3, 3, "fsdp=1,tp=2")]
     tried = [(*row["mesh"].items(), row["microbatches"]) for row in rows]
     assert sorted(tried) == [(("fsdp", 1), ("tp", 2), 1), (("fsdp", 1), ("tp", 2), 2), (("fsdp", 2), 1)]
     rates = [row["tokens_a_second"] for row in rows]
@@ -98,7 +110,8 @@ def test_a_sweep_says_what_does_not_fit(
     monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(nbytes=100_000))
     (row,) = json.loads(plan(capsys, *given, "--memory", "1GiB", "--json"))
     assert row["problem"] == "needs more memory" and not row["fits"], "a budget above the device's memory"
-    assert "many" in plan(capsys, *given, "--html", "page.html")
+    for option in ("--html", "--beside"):
+        assert f"{option}: is a page" in plan(capsys, *given, option, "fsdp=1")
 
 
 def test_a_mesh_of_a_sweep_takes_the_rates_of_its_axes(tmp_path: Path) -> None:

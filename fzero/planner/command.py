@@ -14,12 +14,13 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import JOINT, VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.base.text_files import write_text
+from fzero.pages.comparison import draw_comparison
 from fzero.pages.page import draw_page
 from fzero.program.hardware import ATTAINED, HARDWARE, Hardware
 from fzero.program.rates import Rates, read_rates
 
 if TYPE_CHECKING:
-    from fzero.planner.forecast import Forecast, Recipe
+    from fzero.planner.forecast import Forecast, Recipe, Traced
     from fzero.planner.sweep import Candidate
 
 
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "every other matrix product",
     )
     parser.add_argument("--html", type=Path, help="a file to write a page with pictures to")
+    parser.add_argument(
+        "--beside",
+        metavar="MESH",
+        help="another mesh, which the page of --html shows beside --mesh, with the same rows",
+    )
     parser.add_argument("--json", action="store_true", help="numbers in bytes and seconds, in the place of a text")
 
 
@@ -80,19 +86,51 @@ def print_plan(options: argparse.Namespace) -> None:
     if options.sweep is not None:
         _print_sweep(options, recipe)
         return
-    mesh = read_mesh("--mesh", options.mesh)
-    for axis in mesh.names:
-        if axis not in _AXES:
-            raise FzeroError("--mesh", f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
-    rates = hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh.names)
+    mesh, rates = _read_axes("--mesh", options.mesh, options)
+    beside = None if options.beside is None else _trace_beside(options, mesh, recipe)
     traced = forecast.trace_step(options.config, mesh, recipe, rates)
     found = forecast.summarize(traced)
     if options.html is not None:
-        write_text("--html", options.html, draw_page(traced.program, hardware.nbytes))
+        page = (
+            draw_page(traced.program, hardware.nbytes)
+            if beside is None
+            else draw_comparison(traced.program, beside.program, hardware.nbytes)
+        )
+        write_text("--html", options.html, page)
     if options.json:
         print(json.dumps(to_dict(found, hardware) | {"rates": rates._asdict()}, indent=2))
     else:
         print("\n".join(describe(found, options, mesh)))
+
+
+def _read_axes(word: str, text: str, options: argparse.Namespace) -> tuple[VirtualMesh, Rates]:
+    """A mesh that an option names, and the rates on it."""
+    mesh = read_mesh(word, text)
+    for axis in mesh.names:
+        if axis not in _AXES:
+            raise FzeroError(word, f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
+    hardware = HARDWARE[options.hardware]
+    return mesh, hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh.names)
+
+
+def _trace_beside(options: argparse.Namespace, mesh: VirtualMesh, recipe: Recipe) -> Traced:
+    """The step on the mesh of --beside, with as many rows as on `mesh`.
+
+    Raises:
+        FzeroError: without a page that would show it, for rows that the ranks do not divide; as `trace_step`.
+    """
+    from fzero.planner.forecast import trace_step
+    from fzero.planner.sweep import count_sharing
+
+    if options.html is None:
+        raise FzeroError("--beside", "is shown on a page", "give --html FILE too")
+    other, rates = _read_axes("--beside", options.beside, options)
+    rows = recipe.batch * (mesh.size() // count_sharing(mesh))
+    groups = other.size() // count_sharing(other)
+    if rows % groups:
+        problem = f"has {groups} groups of ranks that share examples, and a step has {rows} rows"
+        raise FzeroError("--beside", problem, f"give a --batch with which {groups} groups divide the rows")
+    return trace_step(options.config, other, recipe._replace(batch=rows // groups), rates)
 
 
 def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
@@ -103,10 +141,9 @@ def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
     """
     from fzero.planner.sweep import rank_candidates, sweep_meshes
 
-    if options.html is not None:
-        raise FzeroError(
-            "--html", "is a page of one plan, and --sweep makes many", "give --mesh in the place of --sweep"
-        )
+    if options.html is not None or options.beside is not None:
+        word = "--html" if options.html is not None else "--beside"
+        raise FzeroError(word, "is a page of one plan, and --sweep makes many", "give --mesh in the place of --sweep")
     hardware, rates_of = HARDWARE[options.hardware], choose_rates(options)
     tried: list[Candidate] = []
     for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.progress import Progress
 from fzero.planner.forecast import Forecast, Recipe, has_experts, summarize, trace_step
 from fzero.program.rates import Rates
 
@@ -74,10 +75,15 @@ def sweep_meshes(
     A candidate whose peak is over `limit`, or whose sizes do not fit the mesh, has a problem. The same problem of the
     same mesh is told once, whatever the parts of the batch.
     """
-    told = set[tuple[VirtualMesh, str]]()
-    for candidate in list_candidates(ranks, host, has_experts(config), recipe.microbatches):
+    told, candidates = (
+        set[tuple[VirtualMesh, str]](),
+        list(list_candidates(ranks, host, has_experts(config), recipe.microbatches)),
+    )
+    progress = Progress("planning", str(config), "meshes", len(candidates))
+    for candidate in candidates:
         mesh, parts = candidate.mesh, candidate.microbatches
         chosen = recipe._replace(batch=recipe.batch * count_sharing(mesh), microbatches=parts)
+        progress.count(str(candidate))
         try:
             found = summarize(trace_step(config, mesh, chosen, rates_of(mesh)))
         except FzeroError as error:

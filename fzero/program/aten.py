@@ -253,7 +253,8 @@ def _estimate_work(name: str, views: bool, writes: bool, count: Callable[..., in
     not, and whose flops a function of its operands and its result counts, if it has any.
 
     Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention. Causal attention counts
-    the pairs that it looks at, about half; torch counts all. Every operation reads its operands and writes its result once. Views do no work.
+    the pairs that it looks at, about half; torch counts all. Every operation reads its operands and writes its result
+    once. Views do no work.
     """
     written = values_of(_find_writes(name, node)) if writes else []
     made = None if views else node.meta.get("val")
