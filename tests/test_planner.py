@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 import fzero
 from fzero.__main__ import main
 from fzero.planner.command import choose_rates
-from fzero.planner.forecast import Forecast, has_experts
+from fzero.planner.forecast import has_experts
+from fzero.planner.summary import Forecast
 from fzero.planner.sweep import Candidate, list_meshes, rank_candidates
 from fzero.program.hardware import ATTAINED, HARDWARE
 
@@ -77,6 +80,32 @@ def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], c
     assert 'class="limit"' in beside
     assert "give --html FILE too" in plan(capsys, *given, "--beside", "fsdp=4")
     assert "has 4 groups" in plan(capsys, *given, "--html", str(page), "--beside", "fsdp=4")
+
+
+def test_a_step_of_a_script_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of docs/plan.md, smaller: without transformers, beside another mesh."""
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "train.py"
+    file.write_text(
+        code.replace("50304", "64").replace("1024", "16").replace("1025", "17") + "\nnothing = lambda mesh: 3\n"
+    )
+    monkeypatch.setitem(sys.modules, "fzero.planner.forecast", None)
+    given = ("--script", f"{file}:plan", "--mesh", "fsdp=2")
+    found = json.loads(plan(capsys, *given, "--json", "--html", str(tmp_path / "a.html"), "--beside", "fsdp=4"))
+    assert found["parameters"] == 64 * 16 + 16 * 64 + 64 and found["tokens"] == 2 * 8 * 16
+    assert found["state"] == pytest.approx(12 * found["parameters"] / 2, rel=0.05)
+    assert "VirtualMesh(fsdp=4)" in (tmp_path / "a.html").read_text()
+    for options, said in (
+        ((*given, "--batch", "2"), "--batch: is for --config"),
+        (("--script", f"{file}:nothing", "--mesh", "fsdp=2"), "returns 3; give a function of a mesh"),
+        (("--script", f"{file}:other", "--mesh", "fsdp=2"), "has no function 'other'"),
+        (("--script", "train.py", "--mesh", "fsdp=2"), "has no file"),
+        ((*given[:2], "--sweep", "2"), "--script: makes a step of one mesh"),
+    ):
+        assert said in plan(capsys, *options), said
 
 
 def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(

@@ -10,11 +10,9 @@ from typing import NamedTuple
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.progress import Progress
-from fzero.planner.forecast import Forecast, Recipe, has_experts, summarize, trace_step
+from fzero.planner.forecast import Recipe, has_experts, trace_step
+from fzero.planner.summary import SHARED, Forecast, count_sharing, summarize
 from fzero.program.rates import Rates
-
-SHARED = ("tp", "ep")
-"""The axes along which ranks share examples."""
 
 AXES = ("replica", "fsdp", *SHARED)
 """The axes that the meshes of a sweep may have."""
@@ -36,12 +34,6 @@ class Candidate(NamedTuple):
     def remark(self) -> str:
         """The problem on one line of a table, without the way out."""
         return self.problem.partition("; ")[0]
-
-
-def count_sharing(mesh: VirtualMesh) -> int:
-    """How many ranks share examples."""
-    shared = [axis for axis in mesh.names if axis in SHARED]
-    return mesh.size(mesh.join(shared)) if shared else 1
 
 
 def list_meshes(ranks: int, host: int, experts: bool) -> Iterator[VirtualMesh]:
