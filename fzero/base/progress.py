@@ -14,7 +14,7 @@ PATIENCE = 2.0
 _log = logging.getLogger("fzero")
 
 
-class Step(NamedTuple):
+class WorkProgress(NamedTuple):
     """How far work is. `work` is "tracing", "passes", "compiling", "searching", "planning", "building", "reading" or
     "writing"; `name` is what the work is on, such as the function of a step or a folder; `done` of `total` `units` are
     behind it, where the total is known; `seconds` since it began; `at` is what it does now."""
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 class _Watch(NamedTuple):
-    callback: Callable[[Step], object]
+    callback: Callable[[WorkProgress], object]
     every: float
 
 
@@ -42,7 +42,7 @@ _watches: ContextVar[tuple[_Watch, ...]] = ContextVar("fzero_progress", default=
 
 
 @contextmanager
-def watch(callback: Callable[[Step], object], every: float) -> Iterator[None]:
+def watch(callback: Callable[[WorkProgress], object], every: float) -> Iterator[None]:
     """Call `callback` while work of this thread goes on in the block, at most once in `every` seconds of each work."""
     token = _watches.set((*_watches.get(), _Watch(callback, every)))
     try:
@@ -70,7 +70,7 @@ class Progress:
         is_logged = seconds >= self._next
         if not is_logged and not self._watches:
             return
-        step = Step(self._work, self._name, self._done, self._total, self._units, seconds, at)
+        step = WorkProgress(self._work, self._name, self._done, self._total, self._units, seconds, at)
         for i, (each, due) in enumerate(self._watches):
             if seconds >= due or is_last:
                 self._watches[i] = each, seconds + each.every

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
-from fzero.base.progress import Step, watch
+from fzero.base.progress import WorkProgress, watch
 
 
 @check_arguments
-def progress(callback: Callable[[Step], object], *, every: float = 0.5) -> AbstractContextManager[None]:
+def progress(callback: Callable[[WorkProgress], object], *, every: float = 0.5) -> AbstractContextManager[None]:
     """A block in which `callback` hears how far long work is: tracing, passes, compiling, searching, planning,
     building, reading and writing.
 
