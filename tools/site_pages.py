@@ -41,7 +41,7 @@ FOLDER = "files"
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages of the repository, of linked files and of public modules."""
     sources = {name: (api.ROOT / name).read_text() for name in PAGES}
-    linked = {path.relative_to(api.ROOT).as_posix(): path.read_text() for path in (api.ROOT / "docs").glob("*.md")}
+    linked = {path.relative_to(api.ROOT).as_posix(): path.read_text() for path in (api.ROOT / "docs").rglob("*.md")}
     for source, text in (sources | linked).items():
         for target in find_outside(text, source):
             place = place_of(target)
