@@ -1,4 +1,4 @@
-"""How-to pages: docs/howto/ has one page a task, and its code runs, all in one process."""
+"""How-to pages: docs/howto/ has one page a task, and its code runs, all in one process. That of docs/jax.md too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [*sorted((DOCS / "howto").glob("*.md")), DOCS / "jax.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
