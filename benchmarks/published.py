@@ -22,7 +22,7 @@ from typing import Any
 from published_runs import LACKS, MODELS, REASONS, RUNS, Run
 
 from fzero.base.mesh import read_mesh
-from fzero.planner import forecast
+from fzero.planner import forecast, summary
 from fzero.program.hardware import ATTAINED, HARDWARE
 
 GIB, MEMORY, TIME = 1 << 30, 0.10, 0.25
@@ -71,7 +71,7 @@ def predict(run: Run) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[run.model]))
         rates = HARDWARE[run.hardware].rates(mesh)
-        found = forecast.summarize(forecast.trace_step(Path(folder), mesh, recipe, rates))
+        found = summary.summarize(forecast.trace_step(Path(folder), mesh, recipe, rates))
     return {
         "parameters": found.parameters,
         "peak": found.peak,

@@ -3,6 +3,7 @@
 python -m fzero doctor                             versions, limits, and what to change; under torchrun also collectives
 python -m fzero plan --config F --mesh fsdp=8      memory and time of a step of a model, on ranks that are not there
 python -m fzero plan --config F --sweep 64         the meshes of 64 ranks, the fastest that fits first
+python -m fzero plan --script F:G --mesh fsdp=8    the same of a step of your own
 python -m fzero checkpoint ls PATH                 the checkpoints of a folder
 python -m fzero checkpoint verify PATH             reads all of the latest, and compares with its sums
 python -m fzero checkpoint export PATH FILE        the tensors of the latest as one safetensors file
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except FzeroError as error:
-        print(error, file=sys.stderr)
+        print(error, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     return 0
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.dtypes import name_dtype
+from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.sizes import format_size
 from fzero.base.text_files import write_text
 from fzero.optim.report import name_stage
+from fzero.pages.comparison import draw_comparison
 from fzero.pages.page import draw_page
 from fzero.program.flops import count_flops
 from fzero.program.largest import Alive
@@ -71,14 +73,18 @@ class Report(NamedTuple):
     largest: tuple[Alive, ...]
     program: Program
 
-    def export_html(self, path: str | PathLike[str]) -> None:
+    def export_html(self, path: str | PathLike[str], *, beside: Report | None = None) -> None:
         """Write a page about the program: memory over the step, lanes of time, slices, the listing, and what each line
-        of your code takes. One file without a script, which needs no network.
+        of your code takes. One file without a script, which needs no network. With `beside` the page has the program of
+        another report next to this one, on equal scales, and the lines in which they differ.
 
         Raises:
-            FzeroError: where the file cannot be written.
+            FzeroError: where the file cannot be written, and where `beside` is no report.
         """
-        write_text("page", path, draw_page(self.program))
+        if beside is not None and not isinstance(beside, Report):
+            raise FzeroError("beside", f"is {beside!r:.80}", "give what step.report(*args) of another step returns")
+        page = draw_page(self.program) if beside is None else draw_comparison(self.program, beside.program)
+        write_text("page", path, page)
 
     def __str__(self) -> str:
         lines = [self.summary, *(f"  {remark}" for remark in self.remarks)]

@@ -254,10 +254,22 @@ def write_tree(folder: Path, changelog: str, project: str, readme: str = "[a](ht
 @pytest.mark.parametrize(
     ("changelog", "project", "missing"),
     [
-        ("## 0.2.0 (2026-12-01)\n", "[project.urls]\na = 'b'\n", []),
-        ("## 0.2.0 (unreleased)\n", "[project.urls]\na = 'b'\n", ["the section 0.2.0 of CHANGELOG.md has no date"]),
-        ("## 0.1.0 (2026-12-01)\n", "[project.urls]\na = 'b'\n", ["CHANGELOG.md begins with 0.1.0, fzero/__init__.py"]),
-        ("## 0.2.0 (2026-12-01)\n", "[project]\nname = 'a'\n", ["pyproject.toml has no [project.urls]"]),
+        ("## 0.2.0 (2026-12-01)\n", "[project.urls]\nSource = 'b'\n", []),
+        (
+            "## 0.2.0 (unreleased)\n",
+            "[project.urls]\nSource = 'b'\n",
+            ["the section 0.2.0 of CHANGELOG.md has no date"],
+        ),
+        (
+            "## 0.1.0 (2026-12-01)\n",
+            "[project.urls]\nSource = 'b'\n",
+            ["CHANGELOG.md begins with 0.1.0, fzero/__init__.py"],
+        ),
+        (
+            "## 0.2.0 (2026-12-01)\n",
+            "[project]\nname = 'a'\n",
+            ["pyproject.toml has no Source in [project.urls]: 0 links"],
+        ),
     ],
 )
 def test_a_release_names_what_is_missing(
@@ -275,22 +287,20 @@ def test_a_release_names_what_is_missing(
     assert "docs/api.txt is not that of the source: python tools/api.py --write" in release.find_obstacles(tmp_path)
 
 
-def test_a_release_names_relative_links_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = pytest.importorskip("release", reason=NEEDS)
-    write_tree(
-        tmp_path, "## 0.2.0 (2026-12-01)\n", "[project.urls]\na = 'b'\n", "[a](docs/a.md#b) ![c](d.png) [e](#f)\n"
-    )
-    monkeypatch.setattr(release, "run_git", lambda *arguments: "")
-    monkeypatch.setattr(api, "list_surface", dict)
-    monkeypatch.setattr(api, "LISTING", tmp_path / "api.txt")
-    api.LISTING.write_text("")
-    (found,) = release.find_obstacles(tmp_path)
-    assert found.startswith("README.md has 2 relative links, such as docs/a.md#b, which PyPI does not rewrite: write")
+def test_links_of_the_readme_lead_to_the_tag_of_a_release() -> None:
+    try_wheel = pytest.importorskip("try_wheel", reason=NEEDS)
+    text = "[a](docs/a.md#b) ![c](d.png) [e](#f) [g](https://h.i)"
+    assert try_wheel.make_absolute(text, None, "0.2.0") == text
+    made = try_wheel.make_absolute(text, "https://host/project", "0.2.0")
+    at = "https://host/project"
+    assert made == f"[a]({at}/blob/v0.2.0/docs/a.md#b) ![c]({at}/raw/v0.2.0/d.png) [e](#f) [g](https://h.i)"
+    readme = try_wheel.make_absolute((api.ROOT / "README.md").read_text(), at, "0.2.0")
+    assert f"{at}/raw/v0.2.0/benchmarks/" in readme and not try_wheel.LINK.findall(readme)
 
 
 def test_a_release_wants_a_clean_tree_and_a_new_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = pytest.importorskip("release", reason=NEEDS)
-    write_tree(tmp_path, "## 0.2.0 (2026-12-01)\n", "[project.urls]\n")
+    write_tree(tmp_path, "## 0.2.0 (2026-12-01)\n", "[project.urls]\nSource = 'b'\n")
     monkeypatch.setattr(api, "list_surface", dict)
     monkeypatch.setattr(api, "LISTING", tmp_path / "fzero" / "api.txt")
     api.LISTING.write_text("")

@@ -7,8 +7,11 @@ import functools
 import importlib
 import importlib.util
 import io
+import itertools
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +31,7 @@ from fzero.passes.run import Pass, name_of_pass
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
 )
 PASSES = (ROOT / "docs" / "passes.md").read_text()
 
@@ -511,6 +514,7 @@ def test_the_page_lists_every_public_name_once() -> None:
 # README.md
 
 README = (ROOT / "README.md").read_text()
+HOW = (ROOT / "docs" / "how_it_works.md").read_text()
 
 
 LAUNCHES = {(): 1, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"): 2}
@@ -535,8 +539,27 @@ def test_the_first_code_of_the_readme_runs_alone_and_under_torchrun() -> None:
     assert len(set(printed)) == 1 and float(printed[0]) < 5.4, printed  # log(256) is 5.5
 
 
-def test_the_readme_names_the_default_passes_in_order() -> None:
-    (line,) = (line for line in README.splitlines() if line.strip().startswith("Program --passes-->"))
+def test_the_table_of_the_readme_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "budget-m.json").read_text())
+    assert f"({int(measured['date'][8:10])} November 2026" in README and measured["ranks"] == 2
+    contenders = dict(
+        zip(
+            [name for name, _, _ in rows(README, "")],
+            "deepspeed-3 deepspeed-2 fsdp2-keep fsdp2 fzero-2 fzero-3 fzero-memory-683509997".split(),
+            strict=True,
+        )
+    )
+    for name, milliseconds, mebibytes in rows(README, ""):
+        found = measured["results"][contenders[name]]
+        seconds = statistics.median(itertools.chain(*found["seconds"]))
+        assert (milliseconds, mebibytes) == (f"{1000 * seconds:,.0f}", f"{found['peak'] / 2**20:,.0f}"), name
+
+
+# docs/how_it_works.md
+
+
+def test_the_page_names_the_default_passes_in_order() -> None:
+    (line,) = (line for line in HOW.splitlines() if line.strip().startswith("Program --passes-->"))
     assert line.partition(": ")[2].split(", ") == [name_of_pass(rewrite) for rewrite in passes.defaults(stage=3)]
 
 
@@ -564,8 +587,8 @@ def listings() -> dict[int, list[str]]:
     return run(2, list_main_jobs, timeout=240)[0]
 
 
-def test_the_listing_of_the_readme_is_that_of_the_main_job(listings: dict[int, list[str]]) -> None:
-    (said,) = (block for block in blocks(README, "") if "blocks.1" in block and block.startswith("train_step"))
+def test_the_listing_of_the_page_is_that_of_the_main_job(listings: dict[int, list[str]]) -> None:
+    (said,) = (block for block in blocks(HOW, "") if "blocks.1" in block and block.startswith("train_step"))
     printed = "\n".join(listings[2])
     if torch.__version__.startswith("2.13."):
         assert printed == said.strip()
@@ -573,17 +596,17 @@ def test_the_listing_of_the_readme_is_that_of_the_main_job(listings: dict[int, l
         assert shown(printed) == shown(said.strip())
 
 
-def test_equal_layers_are_listed_once_as_the_readme_says(listings: dict[int, list[str]]) -> None:
+def test_equal_layers_are_listed_once_as_the_page_says(listings: dict[int, list[str]]) -> None:
     """With 5 layers as with 24; with fewer, the backward pass has no three equal ones."""
-    (said,) = (block for block in blocks(README, "") if block.startswith("  23 times"))
-    printed, (count,) = listings[5], re.findall(r"With 24 layers the listing has (\d+) lines", README)
+    (said,) = (block for block in blocks(HOW, "") if block.startswith("  23 times"))
+    printed, (count,) = listings[5], re.findall(r"With 24 layers the listing has (\d+) lines", HOW)
     assert len(printed) == int(count)
     assert said.strip().replace("23 times", "4 times") in "\n".join(printed)
 
 
-def test_the_listing_of_the_readme_adds_up() -> None:
+def test_the_listing_of_the_page_adds_up() -> None:
     """Of the main job with two layers: what its head says is the sum of its lines."""
-    (listing,) = (block for block in blocks(README, "") if "blocks.1" in block and block.startswith("train_step"))
+    (listing,) = (block for block in blocks(HOW, "") if "blocks.1" in block and block.startswith("train_step"))
     head, *lines = listing.splitlines()
     unit = {"B": 1, "KiB": 1024, "MiB": 1024**2}
     total = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)

@@ -166,8 +166,8 @@ def test_passes_that_do_not_donate_leave_the_arguments() -> None:
     fzero.simulate(training(SGD), MESH, passes=defaults(stage=3))(params, state, x)
     with pytest.raises(FzeroError, match="where passes are given, in_place=False to fzero.passes.defaults"):
         fzero.simulate(training(SGD), MESH)(params, state, x)
-    alone = r"^donate: is False, and passes are given; .*defaults\(stage=3, in_place=False\)$"
+    alone = r"(?m)^donate: is False, and passes are given; .*defaults\(stage=3, in_place=False\)$"
     with pytest.raises(FzeroError, match=alone):
         fzero.simulate(training(SGD), MESH, passes=defaults(stage=3), donate=False)
-    with pytest.raises(FzeroError, match=r"^stage: is 2, and passes are given; .*defaults\(stage=2\)$"):
+    with pytest.raises(FzeroError, match=r"(?m)^stage: is 2, and passes are given; .*defaults\(stage=2\)$"):
         fzero.simulate(training(SGD), MESH, passes=defaults(stage=3), stage=2)

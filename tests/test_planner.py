@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ import torch
 import fzero
 from fzero.__main__ import main
 from fzero.planner.command import choose_rates
-from fzero.planner.forecast import Forecast, has_experts
+from fzero.planner.forecast import has_experts
+from fzero.planner.summary import Forecast
 from fzero.planner.sweep import Candidate, list_meshes, rank_candidates
 from fzero.program.hardware import ATTAINED, HARDWARE
 
@@ -70,6 +74,38 @@ def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], c
     assert plan(capsys, *given) == plan(capsys, *given, "--html", str(page))
     assert 'class="limit"' in page.read_text(), "the memory of the device is not drawn"
     assert "is not written" in plan(capsys, *given, "--html", str(page / "inside"))
+    assert plan(capsys, *given, "--html", str(page), "--batch", "2", "--beside", "fsdp=2,tp=2")[:7] == "86,336 "
+    beside = page.read_text()
+    assert "A: train_step on VirtualMesh(fsdp=2)" in beside and "B: train_step on VirtualMesh(fsdp=2, tp=2)" in beside
+    assert 'class="limit"' in beside
+    assert "give --html FILE too" in plan(capsys, *given, "--beside", "fsdp=4")
+    assert "has 4 groups" in plan(capsys, *given, "--html", str(page), "--beside", "fsdp=4")
+
+
+def test_a_step_of_a_script_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of docs/plan.md, smaller: without transformers, beside another mesh."""
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "train.py"
+    file.write_text(
+        code.replace("50304", "64").replace("1024", "16").replace("1025", "17") + "\nnothing = lambda mesh: 3\n"
+    )
+    monkeypatch.setitem(sys.modules, "fzero.planner.forecast", None)
+    given = ("--script", f"{file}:plan", "--mesh", "fsdp=2")
+    found = json.loads(plan(capsys, *given, "--json", "--html", str(tmp_path / "a.html"), "--beside", "fsdp=4"))
+    assert found["parameters"] == 64 * 16 + 16 * 64 + 64 and found["tokens"] == 2 * 8 * 16
+    assert found["state"] == pytest.approx(12 * found["parameters"] / 2, rel=0.05)
+    assert "VirtualMesh(fsdp=4)" in (tmp_path / "a.html").read_text()
+    for options, said in (
+        ((*given, "--batch", "2"), "--batch: is for --config"),
+        (("--script", f"{file}:nothing", "--mesh", "fsdp=2"), "returns 3; give a function of a mesh"),
+        (("--script", f"{file}:other", "--mesh", "fsdp=2"), "has no function 'other'"),
+        (("--script", "train.py", "--mesh", "fsdp=2"), "has no file"),
+        ((*given[:2], "--sweep", "2"), "--script: makes a step of one mesh"),
+    ):
+        assert said in plan(capsys, *options), said
 
 
 def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
@@ -77,7 +113,12 @@ def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
 ) -> None:
     (Path(config) / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
     monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(host=2))
-    rows = json.loads(plan(capsys, "--config", config, "--length", "8", "--hardware", "h200", "--json", "--sweep", "2"))
+    heard: list[Any] = []
+    with fzero.metrics.progress(heard.append, every=0.0):
+        out = plan(capsys, "--config", config, "--length", "8", "--hardware", "h200", "--json", "--sweep", "2")
+    rows = json.loads(out)
+    planned = [(each.done, each.total, each.at) for each in heard if each.work == "planning"]
+    assert planned == [(1, 3, "fsdp=2"), (2, 3, "fsdp=1,tp=2"), (3, 3, "fsdp=1,tp=2")]
     tried = [(*row["mesh"].items(), row["microbatches"]) for row in rows]
     assert sorted(tried) == [(("fsdp", 1), ("tp", 2), 1), (("fsdp", 1), ("tp", 2), 2), (("fsdp", 2), 1)]
     rates = [row["tokens_a_second"] for row in rows]
@@ -92,13 +133,14 @@ def test_a_sweep_says_what_does_not_fit(
     given = ("--config", config, "--length", "8", "--sweep", "1", "--hardware", "h200")
     fits = plan(capsys, *given).splitlines()
     assert fits[0].startswith("1 x h200 with 131.3 GiB") and fits[2].startswith("fsdp=1 ") and len(fits) == 3
-    told, error = plan(capsys, *given, "--memory", "1KiB").splitlines()
+    told, error, _ = plan(capsys, *given, "--memory", "1KiB").splitlines()
     assert "least peak" in told and "; " not in told
     assert error.startswith("--sweep 1: plans no mesh; the first, fsdp=1: memory: is 1.0 KiB") and "; give at" in error
     monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(nbytes=100_000))
     (row,) = json.loads(plan(capsys, *given, "--memory", "1GiB", "--json"))
     assert row["problem"] == "needs more memory" and not row["fits"], "a budget above the device's memory"
-    assert "many" in plan(capsys, *given, "--html", "page.html")
+    for option in ("--html", "--beside"):
+        assert f"{option}: is a page" in plan(capsys, *given, option, "fsdp=1")
 
 
 def test_a_mesh_of_a_sweep_takes_the_rates_of_its_axes(tmp_path: Path) -> None:
@@ -170,7 +212,7 @@ def test_what_cannot_be_planned_is_named(
 
 
 def test_a_wrong_option_of_a_sweep_is_named_once(capsys: pytest.CaptureFixture[str], config: str) -> None:
-    (line,) = plan(capsys, "--config", config, "--sweep", "8", "--rates", "/nofile").splitlines()
+    line, _ = plan(capsys, "--config", config, "--sweep", "8", "--rates", "/nofile").splitlines()
     assert line.startswith("/nofile: has no rates") and line.endswith(
         "; write json.dumps(step.calibrate(...)._asdict()) to it"
     )

@@ -33,7 +33,7 @@ def list_pages(nav: Any) -> Iterator[str]:
 def test_the_site_has_every_page_once() -> None:
     added = {"index.md", "benchmarks.md", "changelog.md", "contributing.md"}
     modules = {f"api/{name}.md" for name, _ in api.list_modules()} | {"api/fzero.variants.md"}
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | added | modules
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} | added | modules
     assert sorted(list_pages(read_yaml("mkdocs.yml")["nav"])) == sorted(pages)
 
 

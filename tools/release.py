@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterator
 from email.parser import BytesParser
@@ -24,10 +22,8 @@ from pathlib import Path
 
 import api
 from packaging.metadata import Metadata
-from try_wheel import PACKED, ROOT, build, try_wheel
+from try_wheel import LINK, PACKED, ROOT, build, read_project, try_wheel
 
-LINK = re.compile(r"\]\((?!\w+:|#)([^)]+)\)")
-"""A relative link of Markdown."""
 GENERATED = ("PKG-INFO", "setup.cfg")
 """What setuptools adds to an sdist, beside the folder fzero.egg-info."""
 
@@ -62,27 +58,20 @@ def main() -> None:
 def find_obstacles(root: Path) -> Iterator[str]:
     """What a release of a tree lacks."""
     version, date, _ = api.read_section((root / "CHANGELOG.md").read_text())
-    stated = read_version(root)
+    address, stated = read_project(root)
     if version != stated:
         yield f"CHANGELOG.md begins with {version}, fzero/__init__.py says {stated}"
     if not date:
         yield f"the section {version} of CHANGELOG.md has no date"
     if api.LISTING.read_text() != api.render(api.list_surface()):
         yield "docs/api.txt is not that of the source: python tools/api.py --write"
-    if "urls" not in tomllib.loads((root / "pyproject.toml").read_text())["project"]:
-        yield "pyproject.toml has no [project.urls]: the page on PyPI would have no link to the project"
-    if links := LINK.findall((root / "README.md").read_text()):
-        way_out = "which PyPI does not rewrite: write them with the project's address"
-        yield f"README.md has {len(links)} relative links, such as {links[0]}, {way_out}"
+    if address is None:
+        links = len(LINK.findall((root / "README.md").read_text()))
+        yield f"pyproject.toml has no Source in [project.urls]: {links} links of the README would lead nowhere on PyPI"
     if changed := run_git(root, "status", "--porcelain"):
         yield f"changes that are not committed: {', '.join(line[3:] for line in changed.splitlines()[:5])}"
     if run_git(root, "tag", "--list", f"v{stated}"):
         yield f"the tag v{stated} is there already"
-
-
-def read_version(root: Path) -> str:
-    line = next(line for line in (root / "fzero" / "__init__.py").read_text().splitlines() if "__version__ =" in line)
-    return line.split('"')[1]
 
 
 def run_git(root: Path, *arguments: str) -> str:
@@ -118,10 +107,13 @@ def check_metadata(sdist: Path, wheel: Path) -> Iterator[str]:
         texts[wheel.name] = zipped.read(path)
     for name, text in texts.items():
         metadata = Metadata.from_email(text, validate=True)
-        if str(metadata.version) != read_version(ROOT):
-            yield f"{name} is of version {metadata.version}, the source is {read_version(ROOT)}"
+        address, stated = read_project(ROOT)
+        if str(metadata.version) != stated:
+            yield f"{name} is of version {metadata.version}, the source is {stated}"
         if metadata.description_content_type != "text/markdown" or not metadata.description:
             yield f"{name} does not describe itself in Markdown"
+        if address is not None and (links := LINK.findall(metadata.description or "")):
+            yield f"{name} has {len(links)} relative links in its description, such as {links[0][2]}"
     one, other = (sorted(BytesParser().parsebytes(text).items()) for text in texts.values())
     if one != other:
         yield f"the fields of both differ: {sorted(set(one) ^ set(other))}"

@@ -2,6 +2,7 @@
 
 * README.md is the first page; CHANGELOG.md, CONTRIBUTING.md and benchmarks/README.md are pages too.
 * `api/` has a page for each public module, of the names of tools/api.py, from their docstrings (mkdocstrings).
+* errors.md gets the list of all errors, by code, of tools/errors.py.
 * A file of the repository that a page links is copied to `files/`; a folder becomes a page that lists its files.
 
 All links of pages are relative, and work in a repository's own view of its files as well.
@@ -22,6 +23,7 @@ from mkdocs.structure.files import File, Files
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import api
+import errors
 import named_in_examples
 
 find_uses = functools.cache(named_in_examples.find_uses)
@@ -39,7 +41,7 @@ FOLDER = "files"
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages of the repository, of linked files and of public modules."""
     sources = {name: (api.ROOT / name).read_text() for name in PAGES}
-    linked = {path.relative_to(api.ROOT).as_posix(): path.read_text() for path in (api.ROOT / "docs").glob("*.md")}
+    linked = {path.relative_to(api.ROOT).as_posix(): path.read_text() for path in (api.ROOT / "docs").rglob("*.md")}
     for source, text in (sources | linked).items():
         for target in find_outside(text, source):
             place = place_of(target)
@@ -67,6 +69,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """The text of a page of docs/, with links that lead to where the site has their targets."""
     source = f"docs/{page.file.src_uri}"
+    if source == errors.PAGE:
+        markdown += f"\n## All errors\n\n{errors.render()}"
     return markdown if page.file.generated_by else mend_links(markdown, source)
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import venv
 from importlib import metadata
 from pathlib import Path
@@ -139,6 +140,7 @@ def _build(folder: Path) -> tuple[Path, Path]:
     source, dist = folder / "source", folder / "dist"
     shutil.copytree(ROOT, source, ignore=lambda _, names: {name for name in names if name not in PACKED})
     shutil.copytree(ROOT / "fzero", source / "fzero", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "README.md").write_text(make_absolute((ROOT / "README.md").read_text(), *read_project(ROOT)))
     os.chdir(source)
     sdist = build_meta.build_sdist(str(dist))
     with tarfile.open(dist / sdist) as archive:
@@ -147,6 +149,26 @@ def _build(folder: Path) -> tuple[Path, Path]:
     name = build_meta.build_wheel(str(dist))
     os.chdir(folder)
     return dist / sdist, dist / name
+
+
+LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!\w+:|#)([^)]+\))")
+"""A relative link of Markdown, or an image."""
+
+
+def make_absolute(text: str, address: str | None, version: str) -> str:
+    """A page whose relative links lead to the tag of a version in the project's repository, for PyPI, which shows the
+    README and does not rewrite its links. Without an address the links stay as they are."""
+    if address is None:
+        return text
+    kinds = {"": "blob", "!": "raw"}
+    return LINK.sub(lambda link: f"{link[1]}{link[2]}{address}/{kinds[link[1]]}/v{version}/{link[3]}", text)
+
+
+def read_project(root: Path) -> tuple[str | None, str]:
+    """The address of the repository, `Source` of [project.urls], and the version of a tree."""
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"].get("urls", {})
+    line = next(line for line in (root / "fzero" / "__init__.py").read_text().splitlines() if "__version__ =" in line)
+    return urls.get("Source"), line.split('"')[1]
 
 
 PACKED = ("pyproject.toml", "README.md", "LICENSE")

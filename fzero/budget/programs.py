@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from fzero.base.progress import Progress
 from fzero.budget.saved import list_saved_values
 from fzero.passes import list_passes
 from fzero.passes.fuse import fuse
@@ -63,6 +64,7 @@ class Builder:
         for number, node in enumerate(self.numbered.graph.nodes):
             set_mark(node.meta, get_mark(node)._replace(number=number))
         self._shared: dict[tuple[object, ...], Program] = {}
+        self._progress = Progress("searching", traced.name, "programs")
 
     def __call__(self, plan: Plan) -> Program:
         """The program of a plan."""
@@ -73,7 +75,9 @@ class Builder:
         key = plan.again, plan.on_host, plan.keep
         early = self._share(key, lambda: run_passes(self._resolve(plan), passes[:first]))
         late = self._share((*key, plan.to, plan.away), lambda: run_passes(early, passes[first:second]))
-        return replace(run_passes(late, passes[second:-1]), plan=plan)
+        made = replace(run_passes(late, passes[second:-1]), plan=plan)
+        self._progress.count()
+        return made
 
     def _resolve(self, plan: Plan) -> Program:
         """The marked trace, resolved. What a turn computes again is decided before turns become loops."""

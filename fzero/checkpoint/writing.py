@@ -6,6 +6,7 @@ folder, and removes what is too old.
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import os
 import secrets
@@ -24,6 +25,7 @@ import torch
 from fzero import __version__
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.progress import Progress
 from fzero.checkpoint.folder import (
     check_free,
     list_steps,
@@ -138,7 +140,8 @@ class Saving:
         """Run in a thread; in this one, where the process may have no further thread."""
         self._ended.clear()
         try:
-            threading.Thread(target=self._run_kept, name=f"fzero save of step {self.step}").start()
+            within = contextvars.copy_context()  # of this thread, whose progress is watched
+            threading.Thread(target=within.run, args=(self._run_kept,), name=f"fzero save of step {self.step}").start()
         except RuntimeError:
             self._run_kept()  # the threads of other ranks wait for this rank
 
@@ -188,11 +191,12 @@ class Saving:
     def _write_file(self, folder: Path, number: int, values: Mapping[str, Source]) -> FileEntry:
         """Write one file and put it on the disk. Values lie in the order of the header, without gaps."""
         header = plan_header(values, tag_file(self._save, number))
-        sums, begun = _Sums(self._options.sha256), 0
+        sums, begun, head = _Sums(self._options.sha256), 0, render_header(header)
+        progress = Progress("writing", str(folder), "bytes", len(head) + header.nbytes)
         with open(
             folder / name_file(number), "xb", buffering=PIECE_NBYTES // 4
         ) as out:  # x: another job's file would be an error
-            for data in _iter_data(render_header(header), [values[key] for key in header.entries]):
+            for data in _iter_data(head, [values[key] for key in header.entries]):
                 with self._time("checksum"):
                     sums.add(data)
                 with self._time("write"):
@@ -200,6 +204,7 @@ class Saving:
                     if sums.nbytes - begun >= BEHIND_NBYTES:
                         begin_writeback(out.fileno())
                         begun = sums.nbytes
+                progress.count(name_file(number), len(data))
             with self._time("sync"):
                 out.flush()
                 os.fsync(out.fileno())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.ambient import disable_autocast
+from fzero.base.progress import Progress
 from fzero.base.randomness import step_seed
 from fzero.base.torch_private import is_profiling
 from fzero.execution.bind import Call, bind
@@ -107,7 +108,11 @@ def _link(
 ) -> tuple[Callable[[int | None, list[Tensor]], list[Tensor]], list[Early]]:
     """A function of a seed and the program's arguments, and what its nodes `early` call."""
     linked = _generate(program, on, is_held, compile, early)
-    compiled = {name: compile(fragment) for fragment, name in linked.fragments.items()}
+    progress = Progress("compiling", program.name, "fragments", len(linked.fragments))
+    compiled = {}
+    for fragment, name in linked.fragments.items():
+        compiled[name] = compile(fragment)
+        progress.count(name)
     return _make_run(linked, on, compiled), linked.begun
 
 

@@ -6,7 +6,8 @@ for each name. Imported by name: `import fzero.metrics`.
 """
 
 from fzero.metrics.meter import Meter
+from fzero.metrics.progress import progress
 from fzero.metrics.sinks import Sink, Write, console, jsonl, mlflow, tensorboard, wandb
 from fzero.metrics.traces import export_trace
 
-__all__ = ["Meter", "Sink", "Write", "console", "export_trace", "jsonl", "mlflow", "tensorboard", "wandb"]
+__all__ = ["Meter", "Sink", "Write", "console", "export_trace", "jsonl", "mlflow", "progress", "tensorboard", "wandb"]

@@ -33,15 +33,16 @@ def draw_stack(
     name: Callable[[int], str],
     write: Callable[[float], str],
     limit: float | None = None,
+    top: float = 0,
 ) -> str:
     """Values over positions, one series upon the other. `name` says what a position is, `write` what a value is. A line
-    marks the `limit`."""
+    marks the `limit`, and the scale goes up to `top` at the least."""
     count = max((len(each) for each in series.values()), default=0)
     totals = [sum(each[i] for each in series.values()) for i in range(count)]
     if not totals or not max(totals):
         return "<p>Nothing.</p>"
     shown = [max(column, key=totals.__getitem__) for column in _cut(count, COLUMNS)]
-    top = max(max(totals), limit or 0) * 1.05
+    top = max(max(totals), limit or 0, top) * 1.05
     step, scale = (WIDTH - LEFT) / len(shown), (HEIGHT - 20) / top
     drawn, below = list(_draw_axis(top, scale, write)), [0.0] * len(shown)
     for tone, values in enumerate(series.values()):

@@ -40,54 +40,66 @@ def draw_page(program: Program, limit: int | None = None) -> str:
     parts = [
         f"<h1>{escape(program.name)}</h1><p>{escape(summary)}</p>",
         _draw_tiles(program, timeline, memory, sum(flops.values())),
-        _draw_panel("Memory over the step", _draw_memory(program, limit), of_rank),
-        _draw_panel("Alive at the peak", _draw_largest(program)),
-        _draw_panel("Time", _draw_time(timeline), "By the rates of this step; <code>calibrate</code> measures them."),
-        _draw_panel("Communication", _draw_communication(timeline)),
-        _draw_panel("State in slices", _draw_buckets(program), "The leaves of each bucket, and the borders of ranks."),
-        _draw_panel("Program", f"<pre>{escape(listing)}</pre>"),
-        _draw_panel("By line of your code", _draw_lines(program)),
-        _draw_panel("By layer", _draw_layers(flops)),
+        draw_panel("Memory over the step", draw_memory(program, limit), of_rank),
+        draw_panel("Alive at the peak", _draw_largest(program)),
+        draw_panel("Time", draw_time(timeline), "By the rates of this step; <code>calibrate</code> measures them."),
+        draw_panel("Communication", _draw_communication(timeline)),
+        draw_panel("State in slices", _draw_buckets(program), "The leaves of each bucket, and the borders of ranks."),
+        draw_panel("Program", f"<pre>{escape(listing)}</pre>"),
+        draw_panel("By line of your code", _draw_lines(program)),
+        draw_panel("By layer", _draw_layers(flops)),
     ]
     if program.plan is not None:
-        parts.insert(2, _draw_panel("Plan", f"<pre>{escape(str(program.plan))}</pre>"))
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(program.name)}'
+        parts.insert(2, draw_panel("Plan", f"<pre>{escape(str(program.plan))}</pre>"))
+    return frame_page(program.name, parts)
+
+
+def frame_page(title: str, parts: Iterable[str]) -> str:
+    """A file of HTML."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}'
     return f'<!doctype html>\n<html lang="en"><head>{head}</title><style>{STYLE}</style></head>\n<body>' + (
         "\n".join(parts) + "\n</body></html>\n"
     )
 
 
-def _draw_panel(title: str, body: str, note: str = "") -> str:
+def draw_panel(title: str, body: str, note: str = "") -> str:
     shown = f"<p>{note}</p>" if note else ""
     return f"<details open><summary>{escape(title)}</summary>{shown}{body}</details>"
 
 
 def _draw_tiles(program: Program, timeline: Timeline, memory: Memory, flops: int) -> str:
-    moved = sum(entry.nbytes for entry in program.comm())
-    tiles = {
-        "peak of a rank": format_size(memory.peak),
-        "a step": write_seconds(timeline.seconds),
-        "waiting": f"{timeline.exposed / timeline.seconds:.0%}" if timeline.seconds else "0%",
-        "moved": format_size(moved),
-        "flops of a rank": write_flops(flops),
-        "ranks": f"{program.mesh.size():,}",
-        "operations": f"{len(program.graph.nodes):,}",
-    }
-    shown = "".join(f"<div><b>{value}</b>{name}</div>" for name, value in tiles.items())
+    tiles = list_tiles(program, timeline, memory, flops)
+    shown = "".join(f"<div><b>{write(value)}</b>{name}</div>" for name, (value, write) in tiles.items())
     return f'<section class="tiles">{shown}</section>'
+
+
+def list_tiles(
+    program: Program, timeline: Timeline, memory: Memory, flops: int
+) -> dict[str, tuple[float, Callable[[float], str]]]:
+    """The main numbers of a program, each with what writes it."""
+    return {
+        "peak of a rank": (memory.peak, write_bytes),
+        "a step": (timeline.seconds, write_seconds),
+        "waiting": (timeline.exposed / timeline.seconds if timeline.seconds else 0.0, "{:.0%}".format),
+        "moved": (sum(entry.nbytes for entry in program.comm()), write_bytes),
+        "flops of a rank": (flops, write_flops),
+        "ranks": (program.mesh.size(), "{:,}".format),
+        "operations": (len(program.graph.nodes), "{:,}".format),
+    }
 
 
 # memory
 
 
-def _draw_memory(program: Program, limit: int | None) -> str:
+def draw_memory(program: Program, limit: int | None, top: int = 0) -> str:
+    """The bytes over a step, on a scale that ends at `top` at the least."""
     nodes = [node for node in program.graph.nodes if node.op != "placeholder"]
     found, given = list_alive(program, _name_groups(program)), len(program.placeholders)
     series = {group: values[given:] for group, values in found.items()}
     order = [BESIDE, GATHERED, SCATTERED, FORWARD, BACKWARD, BEHIND, WITHIN]
     state = [group for group in series if group not in order]
     ordered = {group: series[group] for group in (*state, *order) if group in series}
-    return draw_stack(ordered, lambda at: _name_node(nodes[at]), _write_bytes, limit)
+    return draw_stack(ordered, lambda at: _name_node(nodes[at]), write_bytes, limit, top)
 
 
 def _name_groups(program: Program) -> Callable[[Node | None, str], str]:
@@ -127,17 +139,18 @@ def _name_node(node: Node) -> str:
 def _draw_largest(program: Program) -> str:
     values = [(_FOLDER.sub("(", value.what), value.nbytes) for value in program.largest(MOST_LARGEST)]
     found = _fold(values, lambda what: _BUCKET.sub(lambda name: _NUMBER.sub("*", name[0]), what))
-    return _draw_table(("bytes", "of them", "value"), [(_write_bytes(x), str(n), what) for what, n, x in found])
+    return draw_table(("bytes", "of them", "value"), [(write_bytes(x), str(n), what) for what, n, x in found])
 
 
 # time
 
 
-def _draw_time(timeline: Timeline) -> str:
+def draw_time(timeline: Timeline, seconds: float | None = None) -> str:
+    """The lanes of a step, on a scale of so many seconds: by default those of the step."""
     lanes = {lane: [_draw_entry(entry) for entry in entries] for lane, entries in timeline.lanes.items()}
     named = {lane.replace("communication", "wire"): bars for lane, bars in lanes.items()}
     tones = draw_legend(["compute", "hidden", "compute waits for it"])
-    return draw_lanes(named, timeline.seconds, write_seconds) + tones
+    return draw_lanes(named, seconds or timeline.seconds, write_seconds) + tones
 
 
 def _draw_entry(entry: Any) -> Bar:
@@ -148,17 +161,22 @@ def _draw_entry(entry: Any) -> Bar:
 
 
 def _draw_communication(timeline: Timeline) -> str:
+    rows = [
+        (
+            *kind, str(len(members)), write_bytes(sum(each.comm.nbytes for each in members)),
+            write_seconds(sum(each.seconds for each in members)), write_seconds(sum(each.exposed for each in members)),
+        )
+        for kind, members in group_transfers(timeline).items()
+    ]  # fmt: skip
+    return draw_table(("collective", "axis", "dtype", "times", "bytes", "time", "compute waits"), rows)
+
+
+def group_transfers(timeline: Timeline) -> dict[tuple[str, str, str], list[Transfer]]:
+    """Collective, axis and dtype -> the transfers of this kind."""
     groups: dict[tuple[str, str, str], list[Transfer]] = {}
     for each in timeline.transfers:
         groups.setdefault((each.comm.op, each.comm.axis, name_dtype(each.comm.dtype)), []).append(each)
-    rows = [
-        (
-            op, axis, dtype, str(len(members)), _write_bytes(sum(each.comm.nbytes for each in members)),
-            write_seconds(sum(each.seconds for each in members)), write_seconds(sum(each.exposed for each in members)),
-        )
-        for (op, axis, dtype), members in groups.items()
-    ]  # fmt: skip
-    return _draw_table(("collective", "axis", "dtype", "times", "bytes", "time", "compute waits"), rows)
+    return groups
 
 
 # state
@@ -196,13 +214,13 @@ def _draw_lines(program: Program) -> str:
             counts[line] += 1
     most = sorted(seconds.items(), key=lambda item: -item[1])[:MOST_ROWS]
     rows = [(write_seconds(taken), str(counts[line]), _shorten(line)) for line, taken in most]
-    return _draw_table(("compute", "operations", "line"), rows)
+    return draw_table(("compute", "operations", "line"), rows)
 
 
 def _draw_layers(flops: Mapping[str, int]) -> str:
     found = _fold(flops.items(), lambda layer: _NUMBER.sub("*", layer))
     rows = [(layer, str(n), write_flops(total)) for layer, n, total in found]
-    return _draw_table(("layer or operation", "of them", "flops of a rank"), rows)
+    return draw_table(("layer or operation", "of them", "flops of a rank"), rows)
 
 
 # words
@@ -221,7 +239,7 @@ def _fold(rows: Iterable[tuple[str, int]], mask: Callable[[str], str]) -> list[t
     return sorted(found, key=lambda row: -row[2])[:MOST_ROWS]
 
 
-def _draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     shown = [f"<tr>{''.join(_draw_cell(cell) for cell in row)}</tr>" for row in rows]
     if not shown:
         return "<p>Nothing.</p>"
@@ -234,7 +252,7 @@ def _draw_cell(text: str) -> str:
     return f"<td{' class=number' if is_number else ''}>{escape(text)}</td>"
 
 
-def _write_bytes(nbytes: float) -> str:
+def write_bytes(nbytes: float) -> str:
     return format_size(round(nbytes))
 
 

@@ -39,6 +39,7 @@ svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;font-size:13px}
 .legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em}
 .wide,pre{overflow-x:auto}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:0 1.2rem}.pair>*{min-width:0}
 table{border-collapse:collapse;font-size:13px;margin:.5rem 0}
 th,td{text-align:left;padding:.15rem .8rem .15rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{color:var(--soft);font-weight:500}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.progress import Progress
 from fzero.base.sizes import format_size
 from fzero.passes.order import Access, find_accesses, find_mutable, list_accesses, pair_accesses
 from fzero.passes.verify import verify
@@ -39,13 +40,17 @@ def run_passes(program: Program, passes: Sequence[Pass]) -> Program:
     foreign = [name_of_pass(rewrite) for rewrite in passes if is_foreign(rewrite)]
     program, is_own = replace(program, is_spare=False), program.is_spare and not foreign
     result = program
-    accesses = list_accesses(find_mutable(result.graph))
+    accesses, progress = (
+        list_accesses(find_mutable(result.graph)),
+        Progress("passes", program.name, "passes", len(passes)),
+    )
     for number, rewrite in enumerate(passes, start=1):
         is_placed = "offload" not in map(name_of_pass, passes[number:])  # offload brings operands to one place
         new = _rewrite(rewrite, result, accesses, is_placed, is_own)
         is_own = not is_foreign(rewrite) and (is_own or new.graph is not result.graph)
         accesses = accesses if new is result else list_accesses(find_mutable(new.graph))
         result = new
+        progress.count(name_of_pass(rewrite))
     if foreign:
         own = [rewrite for rewrite in passes if not is_foreign(rewrite)]
         _warn_of_peak(result, run_passes(program, own), foreign)

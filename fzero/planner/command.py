@@ -14,18 +14,32 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import JOINT, VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.base.text_files import write_text
+from fzero.pages.comparison import draw_comparison
 from fzero.pages.page import draw_page
+from fzero.planner.summary import SHARED, Forecast, Traced, count_groups, summarize
 from fzero.program.hardware import ATTAINED, HARDWARE, Hardware
 from fzero.program.rates import Rates, read_rates
 
 if TYPE_CHECKING:
-    from fzero.planner.forecast import Forecast, Recipe
+    from fzero.planner.forecast import Recipe
     from fzero.planner.sweep import Candidate
+
+
+_AXES = ("fsdp", "replica", "dp", *SHARED)
+"""The axes that a plan knows: along the last two ranks share examples, along the others they do not."""
+_OF_CONFIGS = {"batch": 1, "length": 4096, "microbatches": 1, "remat": None}
+"""Options of the step that a plan makes of a configuration -> their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--config", type=Path, required=True, help="a config.json of transformers, or its folder")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, help="a config.json of transformers, or its folder")
+    what.add_argument(
+        "--script",
+        metavar="FILE:FUNCTION",
+        help="a function of a mesh that returns (train_step, its arguments, the tokens of a step)",
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", help='axes and ranks, as in fsdp=64,tp=8; "tp" and "ep" share examples')
     where.add_argument(
@@ -37,9 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a file of JSON with fields of fzero.Rates, measured ones; in a sweep a mesh takes those of its axes",
     )
-    parser.add_argument("--batch", type=count, default=1, help="rows of each group of ranks that share examples")
-    parser.add_argument("--length", type=count, default=4096, help="tokens of a row")
-    parser.add_argument("--microbatches", type=count, default=1, help="parts of a batch, one after the other")
+    parser.add_argument(
+        "--batch", type=count, default=_OF_CONFIGS["batch"], help="rows of each group of ranks that share examples"
+    )
+    parser.add_argument("--length", type=count, default=_OF_CONFIGS["length"], help="tokens of a row")
+    parser.add_argument(
+        "--microbatches", type=count, default=_OF_CONFIGS["microbatches"], help="parts of a batch, one after the other"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stage", type=int, choices=(1, 2, 3), help="by default 3")
     how.add_argument("--memory", help='a budget that a plan is searched within, as "70GiB"')
@@ -52,11 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "every other matrix product",
     )
     parser.add_argument("--html", type=Path, help="a file to write a page with pictures to")
+    parser.add_argument(
+        "--beside",
+        metavar="MESH",
+        help="another mesh, which the page of --html shows beside --mesh, with the same rows",
+    )
     parser.add_argument("--json", action="store_true", help="numbers in bytes and seconds, in the place of a text")
-
-
-_AXES = ("fsdp", "replica", "dp", "tp", "ep")
-"""The axes that a plan knows: along the last two ranks share examples, along the others they do not."""
 
 
 def count(text: str) -> int:
@@ -68,45 +87,98 @@ def count(text: str) -> int:
 
 def print_plan(options: argparse.Namespace) -> None:
     """Print what a step would take."""
-    try:
-        from fzero.planner import forecast  # with transformers, which other commands do without
-    except ModuleNotFoundError as error:
-        raise FzeroError("plan", f"needs {error.name}, which is not installed", "pip install 'fzero[hf]'") from error
-
     if options.memory is not None:
         parse_size("--memory", options.memory)
-    given = options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat
-    recipe, hardware = forecast.Recipe(*given), HARDWARE[options.hardware]
+    hardware = HARDWARE[options.hardware]
     if options.sweep is not None:
-        _print_sweep(options, recipe)
+        _print_sweep(options)
         return
-    mesh = read_mesh("--mesh", options.mesh)
-    for axis in mesh.names:
-        if axis not in _AXES:
-            raise FzeroError("--mesh", f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
-    rates = hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh.names)
-    traced = forecast.trace_step(options.config, mesh, recipe, rates)
-    found = forecast.summarize(traced)
+    mesh, rates = _read_axes("--mesh", options.mesh, options)
+    trace = _trace_script if options.script is not None else _trace_config
+    beside = None if options.beside is None else _trace_beside(options, mesh, trace)
+    traced = trace(options, mesh, rates, options.batch)
+    found = summarize(traced)
     if options.html is not None:
-        write_text("--html", options.html, draw_page(traced.program, hardware.nbytes))
+        page = (
+            draw_page(traced.program, hardware.nbytes)
+            if beside is None
+            else draw_comparison(traced.program, beside.program, hardware.nbytes)
+        )
+        write_text("--html", options.html, page)
     if options.json:
         print(json.dumps(to_dict(found, hardware) | {"rates": rates._asdict()}, indent=2))
     else:
         print("\n".join(describe(found, options, mesh)))
 
 
-def _print_sweep(options: argparse.Namespace, recipe: Recipe) -> None:
+def _read_axes(word: str, text: str, options: argparse.Namespace) -> tuple[VirtualMesh, Rates]:
+    """A mesh that an option names, and the rates on it."""
+    mesh = read_mesh(word, text)
+    for axis in mesh.names:
+        if axis not in _AXES:
+            raise FzeroError(word, f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
+    hardware = HARDWARE[options.hardware]
+    return mesh, hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh.names)
+
+
+def _trace_config(options: argparse.Namespace, mesh: VirtualMesh, rates: Rates, batch: int) -> Traced:
+    """The step of a model of transformers, with `batch` rows of each group of ranks that share examples."""
+    recipe = _read_recipe(options)
+    from fzero.planner.forecast import trace_step
+
+    return trace_step(options.config, mesh, recipe._replace(batch=batch), rates)
+
+
+def _read_recipe(options: argparse.Namespace) -> Recipe:
+    try:
+        from fzero.planner.forecast import Recipe  # with transformers, which other commands do without
+    except ModuleNotFoundError as error:
+        raise FzeroError("plan", f"needs {error.name}, which is not installed", "pip install 'fzero[hf]'") from error
+    given = options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat
+    return Recipe(*given)
+
+
+def _trace_script(options: argparse.Namespace, mesh: VirtualMesh, rates: Rates, batch: int) -> Traced:
+    """The step of a user's file, which says itself what a batch is."""
+    from fzero.planner.script import trace_script
+
+    for name, usual in _OF_CONFIGS.items():
+        if getattr(options, name) != usual:
+            raise FzeroError(f"--{name}", "is for --config", "let the function of --script make such a batch or step")
+    data = tuple(axis for axis in mesh.names if axis not in SHARED)
+    return trace_script(options.script, mesh, options.stage, options.memory, data, rates)
+
+
+def _trace_beside(options: argparse.Namespace, mesh: VirtualMesh, trace: Callable[..., Traced]) -> Traced:
+    """The step on the mesh of --beside, with as many rows as on `mesh`.
+
+    Raises:
+        FzeroError: without a page that would show it, for rows that the ranks do not divide; as `trace`.
+    """
+    if options.html is None:
+        raise FzeroError("--beside", "is shown on a page", "give --html FILE too")
+    other, rates = _read_axes("--beside", options.beside, options)
+    rows, groups = options.batch * count_groups(mesh), count_groups(other)
+    if options.script is None and rows % groups:
+        problem = f"has {groups} groups of ranks that share examples, and a step has {rows} rows"
+        raise FzeroError("--beside", problem, f"give a --batch with which {groups} groups divide the rows")
+    return trace(options, other, rates, rows // groups if options.script is None else options.batch)
+
+
+def _print_sweep(options: argparse.Namespace) -> None:
     """Print the meshes of so many ranks, the fastest that fits first. Each mesh goes to stderr once it is planned.
 
     Raises:
         FzeroError: for an option that no mesh can be planned with; for a sweep without a plan, after the table.
     """
+    if options.script is not None:
+        raise FzeroError("--script", "makes a step of one mesh", "give --mesh in the place of --sweep")
+    if options.html is not None or options.beside is not None:
+        word = "--html" if options.html is not None else "--beside"
+        raise FzeroError(word, "is a page of one plan, and --sweep makes many", "give --mesh in the place of --sweep")
+    recipe = _read_recipe(options)
     from fzero.planner.sweep import rank_candidates, sweep_meshes
 
-    if options.html is not None:
-        raise FzeroError(
-            "--html", "is a page of one plan, and --sweep makes many", "give --mesh in the place of --sweep"
-        )
     hardware, rates_of = HARDWARE[options.hardware], choose_rates(options)
     tried: list[Candidate] = []
     for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):

@@ -1,8 +1,7 @@
-"""Forecast: a step of AdamW of a model of transformers, traced on a virtual mesh from meta tensors, in numbers."""
+"""Forecast: a step of AdamW of a model of transformers, traced on a virtual mesh from meta tensors."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.hf.parallelize import parallel
 from fzero.optim.base import apply_updates
 from fzero.optim.presets import adamw
-from fzero.program.flops import count_flops
-from fzero.program.hardware import Hardware
-from fzero.program.operation import nbytes
-from fzero.program.program import Program
+from fzero.planner.summary import SHARED, Traced, count_groups
 from fzero.program.rates import Rates
 from fzero.simulation import simulate
 from fzero.values.gradients import value_and_grad
@@ -65,43 +61,6 @@ REMAT: dict[str, dict[str, Any]] = {
 }
 """What is computed again -> the keywords of torch.utils.checkpoint around each layer: all of a layer, or all but
 attention and every other matrix product."""
-
-
-class Traced(NamedTuple):
-    """The program of a step, the parameters of its model, and the tokens of all ranks in a step."""
-
-    program: Program
-    parameters: int
-    tokens: int
-
-
-class Forecast(NamedTuple):
-    """What a step takes on the rank that takes most. Bytes, seconds, and flops of all matrix products on one rank,
-    those that are computed again among them; `moved` has the bytes of the buffers of collectives by mesh axis, and
-    `state` the bytes of parameters and optimizer state that a rank holds between steps. `tokens` are those of all
-    ranks in a step, `busy` the seconds of compute, and `largest` what is alive at the peak."""
-
-    parameters: int
-    ranks: int
-    nodes: int
-    state: int
-    peak: int
-    largest: list[tuple[str, int]]
-    moved: dict[str, int]
-    seconds: float
-    busy: float
-    flops: int
-    tokens: int
-    remarks: tuple[str, ...]
-
-    @property
-    def tokens_a_second(self) -> float:
-        """Of one rank."""
-        return self.tokens / self.seconds / self.ranks
-
-    def utilization(self, hardware: Hardware) -> float:
-        """The part of the device's dense flops in use. What is computed again counts, as in HFU."""
-        return self.flops / self.seconds / hardware.flops
 
 
 def read_config(config: Path) -> Any:
@@ -151,8 +110,7 @@ def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) ->
             fits, as `fzero.hf.parallel` and `fzero.simulate`.
     """
     model, optimizer = make_model(config, recipe.remat), adamw(1e-4)
-    shared = [axis for axis in mesh.names if axis in ("tp", "ep")]
-    groups = mesh.size() // (mesh.size(mesh.join(shared)) if shared else 1)
+    shared = [axis for axis in mesh.names if axis in SHARED]
     params, apply = parallel(model, mesh, tp="tp" if "tp" in shared else None, ep="ep" if "ep" in shared else None)
 
     @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
@@ -171,33 +129,9 @@ def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) ->
         updates, state = optimizer.update(grads, state, params)
         return apply_updates(params, updates), state, loss
 
-    batch = torch.empty(groups * recipe.batch, recipe.length, dtype=torch.int64, device="meta")
+    batch = torch.empty(count_groups(mesh) * recipe.batch, recipe.length, dtype=torch.int64, device="meta")
     data = tuple(axis for axis in mesh.names if axis not in shared)
     step = simulate(train_step, mesh, stage=recipe.stage, memory=recipe.memory, data=data)
     step.schedule_for(rates)
     program = step.trace(params, optimizer.init(params), batch)
     return Traced(program, sum(leaf.numel() for leaf in tree.leaves(params)), batch.numel())
-
-
-def summarize(traced: Traced) -> Forecast:
-    """What a step takes."""
-    program, parameters, tokens = traced
-    timeline, moved = program.timeline(), Counter[str]()
-    for entry in program.comm():
-        if program.mesh.size(entry.axis) > 1:
-            moved[entry.axis] += entry.nbytes
-    held = zip(program.arguments, program.placeholders)
-    return Forecast(
-        parameters=parameters,
-        ranks=program.mesh.size(),
-        nodes=len(program.graph.nodes),
-        state=sum(nbytes(node.meta["val"]) for given, node in held if given.bucket is not None),
-        peak=program.memory().peak,
-        largest=[(value.what.partition(" (")[0], value.nbytes) for value in program.largest()],
-        moved=dict(moved),
-        seconds=timeline.seconds,
-        busy=timeline.compute,
-        flops=sum(count_flops(program).values()),
-        tokens=tokens,
-        remarks=program.remarks,
-    )

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.planner.forecast import Forecast, Recipe, has_experts, summarize, trace_step
+from fzero.base.progress import Progress
+from fzero.planner.forecast import Recipe, has_experts, trace_step
+from fzero.planner.summary import SHARED, Forecast, count_sharing, summarize
 from fzero.program.rates import Rates
-
-SHARED = ("tp", "ep")
-"""The axes along which ranks share examples."""
 
 AXES = ("replica", "fsdp", *SHARED)
 """The axes that the meshes of a sweep may have."""
@@ -35,12 +34,6 @@ class Candidate(NamedTuple):
     def remark(self) -> str:
         """The problem on one line of a table, without the way out."""
         return self.problem.partition("; ")[0]
-
-
-def count_sharing(mesh: VirtualMesh) -> int:
-    """How many ranks share examples."""
-    shared = [axis for axis in mesh.names if axis in SHARED]
-    return mesh.size(mesh.join(shared)) if shared else 1
 
 
 def list_meshes(ranks: int, host: int, experts: bool) -> Iterator[VirtualMesh]:
@@ -74,10 +67,15 @@ def sweep_meshes(
     A candidate whose peak is over `limit`, or whose sizes do not fit the mesh, has a problem. The same problem of the
     same mesh is told once, whatever the parts of the batch.
     """
-    told = set[tuple[VirtualMesh, str]]()
-    for candidate in list_candidates(ranks, host, has_experts(config), recipe.microbatches):
+    told, candidates = (
+        set[tuple[VirtualMesh, str]](),
+        list(list_candidates(ranks, host, has_experts(config), recipe.microbatches)),
+    )
+    progress = Progress("planning", str(config), "meshes", len(candidates))
+    for candidate in candidates:
         mesh, parts = candidate.mesh, candidate.microbatches
         chosen = recipe._replace(batch=recipe.batch * count_sharing(mesh), microbatches=parts)
+        progress.count(str(candidate))
         try:
             found = summarize(trace_step(config, mesh, chosen, rates_of(mesh)))
         except FzeroError as error:

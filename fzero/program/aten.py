@@ -79,12 +79,37 @@ _OF_SOME_ROWS = frozenset({"embedding", "index", "index_select", "gather", "slic
 """Operations that read only the elements of their first operand that they return."""
 
 
-def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, *_repeat_heads(query, key, value))
+def _count_attention(is_causal: bool, query: Any, key: Any, value: Any) -> int:
+    flops = sdpa_flop_count(query.shape, *_repeat_heads(query, key, value))
+    return _take_causal(flops, query, key) if is_causal else flops
 
 
-def _count_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, *_repeat_heads(query, key, value))
+def _count_attention_backward(is_causal: bool, grad: Any, query: Any, key: Any, value: Any) -> int:
+    flops = sdpa_backward_flop_count(grad.shape, query.shape, *_repeat_heads(query, key, value))
+    return _take_causal(flops, query, key) if is_causal else flops
+
+
+def _take_causal(flops: int, query: Any, key: Any) -> int:
+    """The flops of the pairs that causal attention looks at: query i, counted from 0, with the first i + 1 keys.
+    Kernels leave the other blocks of pairs out."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    corner = min(queries, keys)
+    pairs = corner * (corner + 1) // 2 + (queries - corner) * keys
+    return int(flops * pairs // max(queries * keys, 1))
+
+
+def _count_flash(operation: Any) -> Callable[..., int]:
+    """What counts the flops of a fused attention of torch, or of its backward pass."""
+    names = [argument.name for argument in operation.default._schema.arguments]
+    at, is_backward = names.index("is_causal"), names[0].startswith("grad")
+
+    def count(*args: Any, is_causal: bool = False, **_: Any) -> int:
+        is_causal = args[at] if len(args) > at else is_causal
+        if is_backward:
+            return _count_attention_backward(is_causal, *args[:4])
+        return _count_attention(is_causal, *args[:3])
+
+    return count
 
 
 def _repeat_heads(query: Any, *others: Any) -> list[Sequence[int]]:
@@ -107,9 +132,9 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys((_aten.mm, _aten._int_mm, _aten._grouped_mm, _aten._scaled_grouped_mm), _count_product),
     **dict.fromkeys((_aten.addmm_, _aten.baddbmm_), _count_added_product),
 } | {
-    getattr(_aten, f"_scaled_dot_product_{kernel}{backward}"): count
+    operation: _count_flash(operation)
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    for backward, count in (("", _count_attention), ("_backward", _count_attention_backward))
+    for operation in (getattr(_aten, f"_scaled_dot_product_{kernel}{backward}") for backward in ("", "_backward"))
 }
 """Operation -> a function of its operands that counts its flops: where torch's table lacks it or lacks fewer heads, and
 for `mm`, where torch's function takes ten times as long."""
@@ -227,8 +252,9 @@ def _estimate_work(name: str, views: bool, writes: bool, count: Callable[..., in
     """The flops and bytes of a node whose operation has this name, returns an operand or not, writes into operands or
     not, and whose flops a function of its operands and its result counts, if it has any.
 
-    Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention, where causal attention
-    counts in full. Every operation reads its operands and writes its result once. Views do no work.
+    Flops are those of `torch.utils.flop_counter`: matrix products, convolutions, and attention. Causal attention counts
+    the pairs that it looks at, about half; torch counts all. Every operation reads its operands and writes its result
+    once. Views do no work.
     """
     written = values_of(_find_writes(name, node)) if writes else []
     made = None if views else node.meta.get("val")

@@ -17,6 +17,7 @@ from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
 from fzero.base.placement import Disk, Placement, check_placement
+from fzero.base.progress import Progress
 from fzero.base.state import State
 from fzero.files import check_writes
 from fzero.layout.layout import Layout
@@ -198,6 +199,7 @@ def fill_leaves(
 
     def read_values(slices: Mapping[int, Tensor]) -> dict[int, Sharded]:
         values: dict[int, Sharded] = {}
+        progress = Progress("reading", "leaves", "leaves", len(planned))
         for layout, members in groups:
             for i, index in members.items():
                 _fill(slices[i], sources[i], layout, index, on, chunk, feed)
@@ -207,6 +209,7 @@ def fill_leaves(
                     form = values[i].form._replace(device=torch.device(devices[i]), place=to)
                     values[i] = Sharded.of_form(slices[i], form)
                 values[i].origin = _origin_of(sources[i], values[i], on, feed, i)
+                progress.count(layout.leaves[index].path)
         for value in values.values():  # at the end: ranks that exchange values wait for each other leaf by leaf
             check_writes(value.local)
         return values

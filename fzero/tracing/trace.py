@@ -18,6 +18,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.flags import find_flags
 from fzero.base.frozen import freeze
 from fzero.base.mesh import VirtualMesh
+from fzero.base.progress import Progress
 from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
@@ -49,7 +50,6 @@ from fzero.tracing.kinds import Kinds
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.numbers import inline_numbers
-from fzero.tracing.progress import Progress
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
@@ -225,7 +225,10 @@ class _Trace:
         given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
-        repeats, progress = Repeats(traced, self.fake_mode), Progress(getattr(self.fn, "__name__", "step"))
+        repeats, progress = (
+            Repeats(traced, self.fake_mode),
+            Progress("tracing", getattr(self.fn, "__name__", "step"), "operations"),
+        )
         with TraceMode(checks, repeats, progress) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
             returned = self.fn(*given)
             caches.check(self.fn, returned)

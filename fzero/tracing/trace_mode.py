@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.traceback import get_current_meta, preserve_node_meta, set_stack_trace
 
 from fzero.base.errors import FzeroError
+from fzero.base.progress import Progress
 from fzero.base.torch_private import (
     DataDependentOutputException,
     DispatchMode,
@@ -23,7 +24,6 @@ from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
-from fzero.tracing.progress import Progress
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.user_line import current_user_line
 from fzero.values import regions

@@ -22,7 +22,7 @@ X, Y = make_batches(1)[0]
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"zero_optimisation": {"stage": 1}}, r"the nearest one is the block zero_optimization$"),
+        ({"zero_optimisation": {"stage": 1}}, r"(?m)the nearest one is the block zero_optimization$"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1.0}}}, "or write lr, the nearest one"),
         ({"optimizer": {"type": "AdamW", "params": {"weigt_decay": 1.0}}}, "or write weight_decay, the nearest one"),
         ({"train_batch_size": 3}, r"is 3, which is no multiple of 1 steps x 2 ranks; give a multiple of 2"),

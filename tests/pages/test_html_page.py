@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.pages.charts import LEFT, WIDTH, Bar, draw_lanes, draw_stack
+from fzero.pages.comparison import draw_comparison
 from fzero.pages.page import draw_page
 from fzero.program.largest import list_alive
 from fzero.program.program import Program
@@ -151,6 +152,39 @@ def test_a_report_writes_its_page(program: Program, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text() == draw_page(report.program)
     with pytest.raises(fzero.FzeroError, match="page .*nowhere.* is not written"):
         report.export_html(tmp_path / "nowhere" / "report.html")
+
+
+def test_two_programs_stand_side_by_side(program: Program, tmp_path: Path) -> None:
+    other = make_report(stage=2)
+    make_report().export_html(tmp_path / "page.html", beside=other)
+    page = (tmp_path / "page.html").read_text()
+    reader = read(page)
+    assert not reader.addresses and "script" not in reader.tags
+    assert tuple(re.findall("<summary>(.*?)</summary>", page)) == (
+        "Side by side", "Memory over the step", "Time", "Communication", "Plans", "Where the programs differ",
+    )  # fmt: skip
+    sides = (program, other.program)
+    for each in sides:
+        assert any(title.split("\n")[0].endswith(f": {each.memory().summary}") for title in reader.titles)
+    numbers = dict(re.findall(r"<tr><td>([\w ]+)</td>((?:<td.*?</td>)+)</tr>", page))
+    moved = [sum(entry.nbytes for entry in each.comm()) for each in sides]
+    assert moved[1] < moved[0] and f"<td>{moved[1] / moved[0] - 1:+.1%}</td>" in numbers["moved"]
+    assert "<td>equal</td>" in numbers["ranks"]
+    counts = [sum(entry.op == "all_gather" for entry in each.comm()) for each in sides]
+    (gathers,) = re.findall(r"<tr><td>all_gather</td><td>fsdp</td><td>float32</td>(.*?)</tr>", page)
+    cells = re.findall(r">([^<>]+)</td>", gathers)
+    assert [int(cells[0]), int(cells[3])] == counts and counts[1] < counts[0]
+    assert "\n-  all_gather      1 " in page and "\n+  all_gather" not in page, "stage 3 gathers a layer again"
+    stacks = re.findall(r'<svg [^>]*aria-label="bytes over the step">.*?</svg>', page, re.DOTALL)
+    scales = [re.findall(r'class="end">([^<]*)<', stack) for stack in stacks]
+    assert scales[0] == scales[1] and len(scales) == 2, "the scales are equal"
+
+
+def test_a_program_beside_itself_is_equal(program: Program) -> None:
+    page = draw_comparison(program, program)
+    assert "The listings are equal." in page and page.count("<td>equal</td>") == 7
+    with pytest.raises(fzero.FzeroError, match="beside: is 3; give what step.report"):
+        make_report().export_html("page.html", beside=3)
 
 
 def test_names_of_the_user_are_escaped() -> None:

@@ -45,16 +45,19 @@ def test_products(name: str) -> None:
     assert work(node_named(traced(step, *shapes), name)) == Work(flops, 4 * elements)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_attention_is_two_products_and_five_backward(heads: int) -> None:
-    """Also with fewer heads of keys and values, which torch's formula takes since 2.13."""
+@pytest.mark.parametrize(
+    ("heads", "is_causal", "keys", "pairs"), [(1, False, 8, 64), (2, True, 8, 36), (2, True, 4, 26), (2, True, 16, 36)]
+)
+def test_attention_is_two_products_and_five_backward(heads: int, is_causal: bool, keys: int, pairs: int) -> None:
+    """Also with fewer heads of keys and values, which torch's formula takes since 2.13. Causal attention counts the
+    pairs of a query with keys up to its own place."""
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Any:
         attend = functional.scaled_dot_product_attention
-        return torch.func.grad(lambda q: attend(q, k, v, is_causal=True, enable_gqa=True).sum())(q)
+        return torch.func.grad(lambda q: attend(q, k, v, is_causal=is_causal, enable_gqa=True).sum())(q)
 
-    program = traced(step, (1, 2, 8, 4), *[(1, heads, 8, 4)] * 2)
-    product = 2 * 2 * 8 * 8 * 4  # of 2 heads
+    program = traced(step, (1, 2, 8, 4), *[(1, heads, keys, 4)] * 2)
+    product = 2 * 2 * pairs * 4  # of 2 heads
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert work(node_named(program, name)).flops == 2 * product
     assert work(node_named(program, f"{name}_backward")).flops == 5 * product

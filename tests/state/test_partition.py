@@ -282,7 +282,7 @@ def test_memory_of_a_gpu_is_not_pinned() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
 def test_memory_is_not_pinned_for_nobody() -> None:
-    with pytest.raises(FzeroError, match=r"^pin: is True, and there is no accelerator: .*; leave pin out$"):
+    with pytest.raises(FzeroError, match=r"(?m)^pin: is True, and there is no accelerator: .*; leave pin out$"):
         partition({"w": torch.ones(3)}, MESH, pin=True)
 
 

@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[Step, str]] = {
 def test_what_a_transform_cannot_do_is_refused(name: str) -> None:
     skip_what_torch_cannot_trace(name)
     step, message = REFUSED[name]
-    with pytest.raises(FzeroError, match=f"^{message}.*with fzero.unpartition, .* with fzero.pmean$"):
+    with pytest.raises(FzeroError, match=f"(?m)^{message}.*with fzero.unpartition, .* with fzero.pmean$"):
         on_params(step).trace()
 
 

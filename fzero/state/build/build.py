@@ -20,6 +20,7 @@ from fzero.base.embeddings import is_embedding, mark_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import freeze
 from fzero.base.placement import Disk, Placement
+from fzero.base.progress import Progress
 from fzero.base.tree import Tree
 from fzero.files import allocate as allocate_on_disk
 from fzero.files.memory import memory_of
@@ -168,6 +169,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
     leaves: list[Tensor] = tree.leaves(params)
     uses = Counter(leaf.allocation for leaf in leaves if isinstance(leaf, Deferred))
     values: dict[int, Sharded] = {}
+    progress = Progress("building", "leaves", "leaves", len(planned))
     for positions in _group_by_storage(planned):
         device = how.get("device") or store.on.choose_device(leaves[positions[0]].device)
         zeros = _allocate([planned[position] for position in positions], device, how.get("pin", False))
@@ -179,6 +181,7 @@ def cut_into_slices(params: Tree, mesh: Any, store: Store, how: dict[str, Any]) 
                 uses[leaf.allocation] -= 1
                 if not uses[leaf.allocation]:
                     store.release(leaf.allocation)
+            progress.count(value.path)
     return tree.unflatten(treedef, [values[position] for position in range(len(leaves))])
 
 

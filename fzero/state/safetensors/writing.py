@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fzero.base.errors import FzeroError
+from fzero.base.progress import Progress
 from fzero.files.memory import memory_of
 from fzero.layout.strides import Copy, Run, runs, within
 from fzero.ranks.ranks import Ranks
@@ -112,10 +113,12 @@ class _Files:
         files: dict[str, list[FilePiece]] = defaultdict(list)
         for piece in self.plan.pieces:
             files[piece.file].append(piece)
+        progress = Progress("writing", str(self.target), "pieces", len(self.plan.pieces))
         for file, pieces in files.items():
             with self._open(file) as fd:
                 for piece in pieces:
                     _write_piece(fd, len(self.heads[file]), piece, self.chunk)
+                    progress.count(file)
 
     def commit(self, _: object) -> None:
         """Write headers and texts, and give the file or folder its name."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import fzero
+from fzero.base.progress import Progress
 from fzero.tracing import trace
-from fzero.tracing.progress import Progress
 
 
 def test_the_logger_says_how_far_a_trace_is_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
     seconds = map(float, count())
-    progress = Progress("train", lambda: next(seconds))
+    progress = Progress("tracing", "train", "operations", clock=lambda: next(seconds))
     with caplog.at_level(logging.INFO, "fzero"):
         for i in range(20):
             progress.count(f"line {i}")
@@ -27,7 +27,7 @@ def test_the_logger_says_how_far_a_trace_is_less_and_less_often(caplog: pytest.L
 
 def test_a_trace_counts_its_operations(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = map(float, count())
-    monkeypatch.setattr(trace, "Progress", lambda name: Progress(name, lambda: next(seconds)))
+    monkeypatch.setattr(trace, "Progress", lambda *given: Progress(*given, clock=lambda: next(seconds)))
     mesh = fzero.VirtualMesh(fsdp=2)
     weight = fzero.partition({"w": torch.ones(4, 4)}, mesh)["w"]
 
