@@ -247,6 +247,14 @@ class TraceGraph:
         """A new node that takes an item of the value of another one."""
         return self._create(operator.getitem, (items, i), {}, operator.getitem, value)
 
+    def emit_as(self, node: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+        """A new node that calls what another node of the trace calls, for the same line of the user."""
+        target = node.target
+        named = "number" if target is int else target if target is operator.getitem else target.overloadpacket.__name__
+        new = call_function(self.graph, target, args, kwargs, name_target(named))
+        new.meta |= {"val": value, "stack_trace": node.meta["stack_trace"]}
+        return new
+
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: Any, value: Any) -> Any:
         node = call_function(self.graph, target, args, kwargs, name_target(named))
         here = torch.fx.traceback.current_meta

@@ -52,7 +52,7 @@ class _Form(NamedTuple):
     is_operand: bool
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """An operand that is no traced tensor of a plain form, and no plain value."""
 
 
@@ -81,7 +81,7 @@ class Repeats:
             given = _forget_names(given)
         try:
             described = self._describe(given, tensors, nodes)
-        except _Unknown:
+        except Unknown:
             return None
         memory = [storage_key(x) for x in tensors] if len(tensors) > 1 else []
         shared = tuple(map(memory.index, memory))
@@ -91,19 +91,17 @@ class Repeats:
     def _describe(self, x: Any, tensors: list[FakeTensor], nodes: list[Node]) -> Any:
         kind = type(x)
         if kind is FakeTensor:
-            slot = self._traced.slot_of(x)
-            if slot is None or slot.constant is not None or not _is_plain(x):
-                raise _Unknown
+            form, node = self.describe_tensor(x)
             tensors.append(x)
-            nodes.append(slot.proxy.node)
-            return self._describe_form(x)
+            nodes.append(node)
+            return form
         if kind in _PLAIN:
             return kind, x
         if kind is list or kind is tuple:
             return kind, tuple([self._describe(item, tensors, nodes) for item in x])
         if is_open(x):
             return key_of(x)
-        raise _Unknown
+        raise Unknown
 
     def _describe_form(self, x: Tensor) -> Any:
         return x.dtype, x.device, self._describe_sizes((*x.shape, *x.stride(), x.storage_offset()))
@@ -193,6 +191,52 @@ class Repeats:
             return None
         memory, own = [storage_key(x) for x in call.tensors], set[int]()
         return self._find_form(result, call.tensors, memory, own)
+
+    def find_forms(self, result: Any, operands: list[Any]) -> Any:
+        """The forms of the values of a node whose operands have these values; None where that is not all of them."""
+        tensors = [x for x in operands if isinstance(x, FakeTensor)]
+        with self._aside():
+            return self._find_form(result, tensors, list(map(storage_key, tensors)), set())
+
+    def make_values(self, forms: Any, operands: list[Any]) -> Any:
+        """The values of a new node with such forms, whose operands have these values."""
+        with self._aside():
+            return self._make(forms, [x for x in operands if isinstance(x, FakeTensor)])[1]
+
+    def describe_forms(self, forms: Any) -> Any:
+        """Forms, with numbers for open sizes that are equal where the sizes are."""
+        if isinstance(forms, _Form):
+            return forms._replace(
+                shape=self._describe_sizes(forms.shape),
+                stride=self._describe_sizes(forms.stride),
+                start=self._describe_sizes((forms.start,)),
+            )
+        if isinstance(forms, (list, tuple)):
+            return [self.describe_forms(x) for x in forms]
+        return self._describe_sizes((forms,)) if is_open(forms) else None if isinstance(forms, Tensor) else forms
+
+    def make_alias(self, x: FakeTensor, node: Node) -> FakeTensor:
+        """Another tensor for the value of a node, which `x` is."""
+        form = _Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), 0, False)
+        with self._aside():
+            made: FakeTensor = self._make(form, [x])[0]
+        self._traced.track(made, node)
+        return made
+
+    def make_again(self, x: FakeTensor) -> FakeTensor:
+        """Another tensor for the value of a traced one that no transform wraps."""
+        return self.make_alias(x, self.describe_tensor(x)[1])
+
+    def describe_tensor(self, x: Tensor) -> tuple[Any, Node]:
+        """The form and the node of a traced tensor that no transform wraps.
+
+        Raises:
+            Unknown: for any other tensor.
+        """
+        slot = self._traced.slot_of(x) if type(x) is FakeTensor else None
+        if slot is None or slot.constant is not None or not _is_plain(x):
+            raise Unknown
+        return self._describe_form(x), slot.proxy.node
 
     def _find_form(self, x: Any, operands: list[FakeTensor], memory: list[int], own: set[int]) -> Any:
         """The form of a result, or of each of a list. None where a tensor made of it is another one. `own` is the
