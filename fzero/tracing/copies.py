@@ -19,6 +19,9 @@ _NUMBERS = (operator.getitem, int)
 """What nodes may call besides operations of torch: an item of a list, and a number that is known by its value."""
 
 
+Nodes = dict[Node, Node]
+
+
 class Uncopied(Exception):
     """A part of a trace that is more than a copy of it would be."""
 
@@ -28,10 +31,15 @@ Name = tuple[str, int]
 
 
 class _Step(NamedTuple):
-    """A node of a part, with the forms of its results where it calls an operation."""
+    """A node of a part. `args` and `kwargs` have the operands at `places` of theirs, if these are `flat`; `forms` are
+    those of its values, if it calls an operation, by the values of its `tensors`."""
 
     node: Node
+    name: Name
+    args: Callable[[Nodes], Any]
+    kwargs: Callable[[Nodes], Any]
     forms: Any
+    tensors: list[Node]
 
 
 class Part:
@@ -66,16 +74,16 @@ class Part:
         written = [x for x in find_writes(node) if isinstance(x.meta.get("val"), Tensor)]
         if any(storage_key(x.meta["val"]) not in own for x in written):
             raise Uncopied(f"{node} writes into memory that was there before")
-        value = node.meta.get("val")
-        if not is_operation or not isinstance(value, (Tensor, list, tuple)):
-            return _Step(node, None)  # an item, or a number
-        values = [x.meta["val"] for x in operands]
-        forms = self._repeats.find_forms(value, values)
-        if forms is None:
-            raise Uncopied(f"a result of {node} is more than its form")
-        memory = {storage_key(x) for x in values if isinstance(x, Tensor)}
-        own |= {storage_key(x) for x in ([value] if isinstance(value, Tensor) else value)} - memory
-        return _Step(node, forms)
+        tensors = [x for x in operands if isinstance(x.meta.get("val"), Tensor)]
+        value, forms = node.meta.get("val"), None
+        if is_operation and isinstance(value, (Tensor, list, tuple)):  # else an item, or a number
+            values = [x.meta["val"] for x in tensors]
+            forms = self._repeats.find_forms(value, values)
+            if forms is None:
+                raise Uncopied(f"a result of {node} is more than its form")
+            own |= {storage_key(x) for x in ([value] if isinstance(value, Tensor) else value)} - set(map(storage_key, values))
+        needed = tensors if forms is not None else operands
+        return _Step(node, self.names[node], _fill(node.args), _fill(node.kwargs), forms, needed)
 
     def describe(self) -> list[Any]:
         """What the part computes, in terms of names. Parts of equal descriptions are copies of each other, but for
@@ -90,30 +98,46 @@ class Part:
     def copy(self, given: Mapping[Name, Node], change: Callable[[Mark], Mark]) -> dict[Name, Node]:
         """Trace the operations of the part again, with other values `given` by name. Each new node has the line of the
         node that it copies, and its mark after a `change`. Returns the nodes by name."""
-        names, made, find = self.names, dict(given), self._repeats.make_values
-        marks: dict[Any, Any] = {}
-
-        def put(node: Node) -> Node:
-            name = names.get(node)
-            new: Node = node if name is None else made[name]
-            values.append(new.meta.get("val"))
-            return new
-
-        for node, forms in self._steps:
-            values: list[Any] = []
-            args, kwargs = _replace(node.args, put), _replace(node.kwargs, put)
-            if forms is not None:
-                value = find(forms, values)
-            elif node.target is operator.getitem:
-                value = values[0][node.args[1]]
-            else:
-                value = node.meta["val"]
-            mark = get_mark(node)
-            if mark not in marks:
-                marks[mark] = change(mark)
-            made[names[node]] = new = self._traced.emit_as(node, args, kwargs, value)
-            set_mark(new.meta, marks[mark])
+        made, find, new = dict(given), self._repeats.make_value, Nodes()
+        for node, name in self.names.items():
+            if name in given:
+                new[node] = given[name]
+        new.update((node, node) for node in self.outer)
+        marks: dict[Mark, dict[str, Any]] = {}
+        with self._repeats.making():
+            for node, name, args, kwargs, forms, needed in self._steps:
+                meta, mark = node.meta, get_mark(node)
+                if mark not in marks:
+                    marks[mark] = {"stack_trace": "", "val": None}
+                    set_mark(marks[mark], change(mark))
+                if forms is not None:
+                    value = find(forms, [new[x].meta["val"] for x in needed])
+                elif node.target is operator.getitem:
+                    value = new[needed[0]].meta["val"][node.args[1]]
+                else:
+                    value = meta["val"]
+                meta = {**marks[mark], "val": value, "stack_trace": meta["stack_trace"]}
+                new[node] = made[name] = self._traced.emit_as(node, args(new), kwargs(new), meta)
         return made
+
+
+def _fill(given: Any) -> Callable[[Nodes], Any]:
+    """A function that fills other nodes into arguments."""
+    is_table = isinstance(given, dict)
+    items = list(given.values()) if is_table else list(given)
+    if not any(isinstance(x, (fx.Node, list, tuple, dict)) for x in items):
+        return lambda new: given
+    if is_table or any(isinstance(x, (list, tuple, dict)) and x for x in items):
+        return lambda new: _replace(given, new.__getitem__)
+    places = [(i, x) for i, x in enumerate(items) if isinstance(x, fx.Node)]
+
+    def fill(new: Nodes) -> Any:
+        filled = list(given)
+        for i, x in places:
+            filled[i] = new[x]
+        return tuple(filled)
+
+    return fill
 
 
 def _replace(x: Any, put: Callable[[Node], Any]) -> Any:

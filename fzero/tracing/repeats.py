@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fzero.base.symbols import is_open, key_of
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, schema_of, storage_key
-from fzero.base.torch_private_traces import OpenForms, TraceGraph, make_empty, make_pair, without_proxies
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, no_dispatch, schema_of, storage_key
+from fzero.base.torch_private_traces import OpenForms, TraceGraph, make_as, make_empty, make_pair, without_proxies
 from fzero.program.aten import infer_lists
 from fzero.program.operation import Node
 from fzero.program.records import record
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     key: Any
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """A tensor among the results of a call. It lies in memory of its own, or in that of the operand at `memory`. With
     `is_operand` it is that operand."""
 
@@ -171,11 +171,11 @@ class Repeats:
     def _describe_item(self, x: Any) -> Any:
         return self._describe_form(x) if isinstance(x, Tensor) else type(x)
 
-    def _find_new(self, x: Any, memory: set[int]) -> _Form | None:
+    def _find_new(self, x: Any, memory: set[int]) -> Form | None:
         """The form of a result, None where it is no tensor in memory of its own."""
         if not isinstance(x, FakeTensor) or storage_key(x) in memory:
             return None
-        form: _Form | None = self._find_form(x, [], [], set())
+        form: Form | None = self._find_form(x, [], [], set())
         return form
 
     def _find_forms(self, call: Call, last: Node | None, result: Any) -> Any:
@@ -194,18 +194,29 @@ class Repeats:
 
     def find_forms(self, result: Any, operands: list[Any]) -> Any:
         """The forms of the values of a node whose operands have these values; None where that is not all of them."""
-        tensors = [x for x in operands if isinstance(x, FakeTensor)]
         with self._aside():
-            return self._find_form(result, tensors, list(map(storage_key, tensors)), set())
+            return self._find_form(result, operands, list(map(storage_key, operands)), set())
 
-    def make_values(self, forms: Any, operands: list[Any]) -> Any:
-        """The values of a new node with such forms, whose operands have these values."""
-        with self._aside():
-            return self._make(forms, [x for x in operands if isinstance(x, FakeTensor)])[1]
+    def make_value(self, form: Any, operands: list[Any]) -> Any:
+        """The value of a new node with such a form, or values of a list of forms, where its operands have these values.
+        Call it in the block of `making`."""
+        if not isinstance(form, Form):
+            return type(form)([self.make_value(x, operands) for x in form])
+        operand = None if form.memory is None else operands[form.memory]
+        if self._open is not None:
+            return self._open.make_one(self._find_plain(form.device), form, operand)
+        storage = None if operand is None else operand.untyped_storage()
+        return make_as(self._find_plain(form.device), form.dtype, form.shape, form.stride, form.start, storage)
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """A block in which `make_value` may be called."""
+        with self._aside(), no_dispatch():
+            yield
 
     def describe_forms(self, forms: Any) -> Any:
         """Forms, with numbers for open sizes that are equal where the sizes are."""
-        if isinstance(forms, _Form):
+        if isinstance(forms, Form):
             return forms._replace(
                 shape=self._describe_sizes(forms.shape),
                 stride=self._describe_sizes(forms.stride),
@@ -217,7 +228,7 @@ class Repeats:
 
     def make_alias(self, x: FakeTensor, node: Node) -> FakeTensor:
         """Another tensor for the value of a node, which `x` is."""
-        form = _Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), 0, False)
+        form = Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), 0, False)
         with self._aside():
             made: FakeTensor = self._make(form, [x])[0]
         self._traced.track(made, node)
@@ -248,7 +259,7 @@ class Repeats:
         place = memory.index(key) if key in memory else None
         same = [i for i, operand in enumerate(operands) if operand is x]
         at = same[0] if same else place
-        form = _Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
+        form = Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
         made, _ = self._make(form, operands)
         sizes = [self._describe_sizes((y.untyped_storage().nbytes(),)) for y in (x, made)]
         is_alike = self._describe_form(made) == self._describe_form(x) and sizes[0] == sizes[1]
@@ -258,7 +269,7 @@ class Repeats:
 
     def _make(self, form: Any, operands: list[FakeTensor]) -> tuple[Any, Any]:
         """A tensor of a form, and the fake value of its node; lists of these of a list of forms."""
-        if not isinstance(form, _Form):
+        if not isinstance(form, Form):
             pairs = [self._make(item, operands) for item in form]
             return type(form)(made for made, _ in pairs), type(form)(value for _, value in pairs)
         dtype, device, shape, stride, start, memory, is_operand = form
