@@ -42,7 +42,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdic
 _PLAIN = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict})
 """Containers without attributes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
-_LIBRARIES |= {"_pytest", "sympy"}  # what functions of tests with an `assert` name, and those of open sizes
+_LIBRARIES |= {"_pytest", "sympy", "mpmath"}  # what functions of tests with an `assert` name, and those of open sizes
 _LIBRARIES |= frozenset(
     """
     accelerate filelock httpx httpx2 huggingface_hub idna jinja2 packaging peft psutil regex requests safetensors

@@ -277,8 +277,6 @@ class TraceGraph:
 
 def _name_called(target: Any) -> str:
     """The name that a node of a trace begins with."""
-    if target is int:
-        return "number"
     return name_target(target if target is operator.getitem else target.overloadpacket.__name__)
 
 

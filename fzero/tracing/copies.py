@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
+from torch.fx.immutable_collections import immutable_list
 
+from fzero.base.symbols import is_open, key_of
 from fzero.base.torch_private import OpOverload, storage_key
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.operation import Node
@@ -15,8 +17,6 @@ from fzero.program.records import find_writes
 from fzero.tracing.repeats import Repeats
 from fzero.values.regions import Mark, get_mark, set_mark
 
-_NUMBERS = (operator.getitem, int)
-"""What nodes may call besides operations of torch: an item of a list, and a number that is known by its value."""
 
 
 Nodes = dict[Node, Node]
@@ -31,15 +31,15 @@ Name = tuple[str, int]
 
 
 class _Step(NamedTuple):
-    """A node of a part. `args` and `kwargs` have the operands at `places` of theirs, if these are `flat`; `forms` are
-    those of its values, if it calls an operation, by the values of its `tensors`."""
+    """A node of a part, with numbers for the nodes that stand for numbers. `forms` are those of its values by the
+    values of its `operands`; None for an item of another one."""
 
     node: Node
     name: Name
-    args: Callable[[Nodes], Any]
-    kwargs: Callable[[Nodes], Any]
+    args: Any
+    kwargs: Any
     forms: Any
-    tensors: list[Node]
+    operands: list[Node]
 
 
 class Part:
@@ -54,7 +54,7 @@ class Part:
         self, traced: TraceGraph, repeats: Repeats, last: Node | None, given: Mapping[Name, Node], kind: str
     ) -> None:
         self._traced, self._repeats = traced, repeats
-        self.nodes: list[Node] = list(traced.nodes_after(last))
+        self.nodes: list[Node] = [node for node in traced.nodes_after(last) if not _is_number(node)]
         self.own = {(kind, i): node for i, node in enumerate(self.nodes)}
         """The nodes of the part by name."""
         self.names = {node: name for name, node in reversed((dict(given) | self.own).items())}
@@ -65,25 +65,27 @@ class Part:
 
     def _take(self, node: Node, own: set[int]) -> _Step:
         is_operation = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-        if node.op != "call_function" or not (is_operation or node.target in _NUMBERS):
+        if node.op != "call_function" or not (is_operation or node.target is operator.getitem):
             raise Uncopied(f"{node} is no operation of torch")
+        args, kwargs = (_replace(x, _take_number) for x in (node.args, node.kwargs))
         operands: list[Node] = []
-        _replace(node.args, operands.append)
-        _replace(node.kwargs, operands.append)
+        _replace((args, kwargs), operands.append)
         self.outer += [x for x in operands if x not in self.names]
         written = [x for x in find_writes(node) if isinstance(x.meta.get("val"), Tensor)]
         if any(storage_key(x.meta["val"]) not in own for x in written):
             raise Uncopied(f"{node} writes into memory that was there before")
-        tensors = [x for x in operands if isinstance(x.meta.get("val"), Tensor)]
-        value, forms = node.meta.get("val"), None
-        if is_operation and isinstance(value, (Tensor, list, tuple)):  # else an item, or a number
-            values = [x.meta["val"] for x in tensors]
+        if not is_operation:
+            return _Step(node, self.names[node], args, kwargs, None, operands)
+        tensors = [x for x in operands if isinstance(x.meta["val"], Tensor)]
+        value, values = node.meta["val"], [x.meta["val"] for x in tensors]
+        results = [value] if isinstance(value, Tensor) else value
+        forms = None
+        if all(isinstance(x, Tensor) for x in results):
             forms = self._repeats.find_forms(value, values)
-            if forms is None:
-                raise Uncopied(f"a result of {node} is more than its form")
-            own |= {storage_key(x) for x in ([value] if isinstance(value, Tensor) else value)} - set(map(storage_key, values))
-        needed = tensors if forms is not None else operands
-        return _Step(node, self.names[node], _fill(node.args), _fill(node.kwargs), forms, needed)
+        if forms is None:
+            raise Uncopied(f"a result of {node} is more than its form")
+        own |= set(map(storage_key, results)) - set(map(storage_key, values))
+        return _Step(node, self.names[node], args, kwargs, forms, tensors)
 
     def describe(self) -> list[Any]:
         """What the part computes, in terms of names. Parts of equal descriptions are copies of each other, but for
@@ -91,9 +93,8 @@ class Part:
         return [self._describe(step) for step in self._steps]
 
     def _describe(self, step: _Step) -> Any:
-        node = step.node
-        args, kwargs = (_replace(x, lambda each: self.names.get(each, each)) for x in (node.args, node.kwargs))
-        return node.target, args, kwargs, self._repeats.describe_forms(step.forms if step.forms else node.meta["val"])
+        args, kwargs = (_replace(x, lambda each: self.names.get(each, each), key_of) for x in (step.args, step.kwargs))
+        return step.node.target, args, kwargs, self._repeats.describe_forms(step.forms)
 
     def copy(self, given: Mapping[Name, Node], change: Callable[[Mark], Mark]) -> dict[Name, Node]:
         """Trace the operations of the part again, with other values `given` by name. Each new node has the line of the
@@ -106,46 +107,44 @@ class Part:
         marks: dict[Mark, dict[str, Any]] = {}
         with self._repeats.making():
             for node, name, args, kwargs, forms, needed in self._steps:
-                meta, mark = node.meta, get_mark(node)
+                mark = get_mark(node)
                 if mark not in marks:
-                    marks[mark] = {"stack_trace": "", "val": None}
-                    set_mark(marks[mark], change(mark))
-                if forms is not None:
-                    value = find(forms, [new[x].meta["val"] for x in needed])
-                elif node.target is operator.getitem:
-                    value = new[needed[0]].meta["val"][node.args[1]]
+                    set_mark(marks.setdefault(mark, {}), change(mark))
+                if forms is None:
+                    value = new[needed[0]].meta["val"][args[1]]
                 else:
-                    value = meta["val"]
-                meta = {**marks[mark], "val": value, "stack_trace": meta["stack_trace"]}
-                new[node] = made[name] = self._traced.emit_as(node, args(new), kwargs(new), meta)
+                    value = find(forms, [new[x].meta["val"] for x in needed])
+                meta = {**marks[mark], "val": value, "stack_trace": node.meta["stack_trace"]}
+                args, kwargs = _fill(args, new), _fill(kwargs, new) if kwargs else kwargs
+                new[node] = made[name] = self._traced.emit_as(node, args, kwargs, meta)
         return made
 
 
-def _fill(given: Any) -> Callable[[Nodes], Any]:
-    """A function that fills other nodes into arguments."""
-    is_table = isinstance(given, dict)
-    items = list(given.values()) if is_table else list(given)
-    if not any(isinstance(x, (fx.Node, list, tuple, dict)) for x in items):
-        return lambda new: given
-    if is_table or any(isinstance(x, (list, tuple, dict)) and x for x in items):
-        return lambda new: _replace(given, new.__getitem__)
-    places = [(i, x) for i, x in enumerate(items) if isinstance(x, fx.Node)]
-
-    def fill(new: Nodes) -> Any:
-        filled = list(given)
-        for i, x in places:
-            filled[i] = new[x]
-        return tuple(filled)
-
-    return fill
+def _is_number(node: Node) -> bool:
+    """Whether a node stands for a number, which is known by its value."""
+    return node.op == "call_function" and node.target is int
 
 
-def _replace(x: Any, put: Callable[[Node], Any]) -> Any:
-    """Arguments of a node, with `put(operand)` in the places of operands."""
-    if isinstance(x, fx.Node):
+def _take_number(node: Node) -> Any:
+    return node.meta["val"] if _is_number(node) else node
+
+
+def _fill(given: Any, new: Nodes) -> Any:
+    """Arguments with new nodes for operands."""
+    return _replace(given, new.__getitem__)
+
+
+def _replace(x: Any, put: Callable[[Node], Any], write: Callable[[Any], Any] | None = None) -> Any:
+    """Arguments of a node, with `put(operand)` in the places of operands, and `write(number)` in those of open
+    numbers."""
+    kind = type(x)
+    if kind is fx.Node:
         return put(x)
-    if isinstance(x, (list, tuple)):
-        return type(x)([_replace(item, put) for item in x]) if len(x) else x
+    if kind in _LISTS:
+        return kind([_replace(item, put, write) for item in x])
     if isinstance(x, dict):
-        return {key: _replace(item, put) for key, item in x.items()} if x else x
-    return x
+        return {key: _replace(item, put, write) for key, item in x.items()}
+    return write(x) if write is not None and is_open(x) else x
+
+
+_LISTS = frozenset({tuple, list, immutable_list})

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.base.symbols import is_open, key_of
+from fzero.base.symbols import is_open, is_same_number, key_of
 from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, no_dispatch, schema_of, storage_key
 from fzero.base.torch_private_traces import OpenForms, TraceGraph, make_as, make_empty, make_pair, without_proxies
 from fzero.program.aten import infer_lists
@@ -261,8 +261,8 @@ class Repeats:
         at = same[0] if same else place
         form = Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
         made, _ = self._make(form, operands)
-        sizes = [self._describe_sizes((y.untyped_storage().nbytes(),)) for y in (x, made)]
-        is_alike = self._describe_form(made) == self._describe_form(x) and sizes[0] == sizes[1]
+        is_whole = is_same_number(*(y.untyped_storage().nbytes() for y in (x, made)))
+        is_alike = self._describe_form(made) == self._describe_form(x) and is_whole
         is_alone = place is not None or key not in own
         own.add(key)
         return form if is_alike and is_alone else None
