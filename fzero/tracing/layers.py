@@ -9,6 +9,7 @@ that first. Where the last one is unlike the first one, or anything else does no
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class Layers:
     def __init__(self, traced: TraceGraph, repeats: Repeats, count: Callable[[], Any]) -> None:
         self._traced, self.repeats, self._count = traced, repeats, count
         self._templates: dict[Any, list[_Template]] = {}
-        self._given_up: set[int] = set()
+        self._given_up: Counter[int] = Counter()
         self._is_inside = False
         self._first: list[_Run] = []
         self._runs: list[_Run] = []
@@ -182,7 +183,7 @@ class Layers:
     def call_layer(self, call: LayerCall) -> Any:
         """What the call of a layer returns: it runs, or is copied."""
         mark = current_mark()
-        if self._is_inside or id(call.layers) in self._given_up or mark.in_backward or not may_be_loop():
+        if self._is_inside or self._given_up[id(call.layers)] == MOST or mark.in_backward or not may_be_loop():
             return call.forward(*call.args, **call.kwargs)
         try:
             operands = _Operands(self.repeats, call)
@@ -193,7 +194,7 @@ class Layers:
         known = self._templates.setdefault(key, [])
         template = next((x for x in known if call.at in x.members), None)
         run = _Run(self, operands)
-        if template is None and len(known) < MOST:
+        if template is None and call.at + FEWEST <= len(call.layers):
             made = self._run(call, run, None)
             if run.template is not None:
                 known.append(run.template)
@@ -239,7 +240,7 @@ class Layers:
         except (Uncopied, Unknown) as error:
             if known is not None:
                 raise Unlike from error
-            self._given_up.add(id(call.layers))
+            self._given_up[id(call.layers)] += 1
             return returned
         if known is None:
             run.template = _Template(operands.layer, run.regions, members, surroundings, part, results)
@@ -342,8 +343,8 @@ class Layers:
                 raise Unlike
 
 
-MOST = 8
-"""Templates of one list of layers for calls of one kind."""
+MOST = 3
+"""Layers of a list that may turn out to have too few like them."""
 
 
 def _find_differing(layers: Any, at: int) -> dict[int, set[Attribute]]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base.changes import take_content
+from fzero.base.installed import is_installed
 from fzero.base.reachable import is_of_library
 from fzero.values.layers import is_handed_over
 
@@ -172,7 +173,12 @@ class Surroundings:
             if isinstance(module, ModuleType) and not is_of_library(module.__name__):
                 for key in names & vars(module).keys():
                     self._note(vars(module), key)
-        return all(isinstance(frame.f_locals.get(name), _FIXED) for name in code.co_freevars)
+        free = {name: frame.f_locals.get(name) for name in code.co_freevars}
+        if not is_installed(code.co_filename):  # which may bind a variable anew: a decorator does not
+            return all(isinstance(x, (FunctionType, type)) for x in free.values())
+        for name in free:
+            self._note(free, name)
+        return True
 
     def _note(self, held: dict[str, Any], name: str) -> None:
         self._held.append((held, name, held[name], _look_into(held[name])))
