@@ -29,13 +29,13 @@ from fzero.tracing.likeness import Attribute, Surroundings, find_differences, wa
 from fzero.tracing.loops import find_captures, may_be_loop
 from fzero.tracing.repeats import Repeats, Unknown
 from fzero.values.layers import FEWEST, LayerCall
-from fzero.values.regions import Mark, Region, current_mark
+from fzero.values.regions import Mark, Region, current_mark, get_mark
 
 _PLAIN = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
 
 
-class Unlike(Exception):
-    """A step whose layers are not what copies of one of them would be."""
+class Unlike(BaseException):
+    """A step whose layers are not what copies of one of them would be. No code of a user catches it."""
 
 
 class _Operands:
@@ -178,7 +178,12 @@ class Layers:
         self._is_inside = False
         self._first: list[_Run] = []
         self._runs: list[_Run] = []
-        self.has_copies = False
+        self._followed: set[Node] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer was copied, or has borders."""
+        return bool(self._runs)
 
     def call_layer(self, call: LayerCall) -> Any:
         """What the call of a layer returns: it runs, or is copied."""
@@ -210,6 +215,7 @@ class Layers:
         """Run a layer between borders. It becomes a template where it can be one, or is held against the `known`
         one."""
         operands, before, last = run.operands, self._count(), self._traced.find_last()
+        self._enter(run)
         entered = _Enter.apply(run, *operands.list_followed()) if operands.followed else ()
         surroundings = Surroundings()
         differing = {} if known is not None else _find_differing(call.layers, call.at)
@@ -247,15 +253,26 @@ class Layers:
             self._first.append(run)
         elif (part.describe(), results.key) != (known.forward.describe(), known.results.key):
             raise Unlike
-        self._runs.append(run)
         run.nodes |= part.own
         followed = [results.tensors[i] for i in results.followed]
         left = dict(zip(results.followed, _Leave.apply(run, *followed) if followed else ()))
         return results.build([left.get(i, x) for i, x in enumerate(results.tensors)])
 
-    def _copy(self, run: _Run, template: _Template) -> Any:
-        self.has_copies = True
+    def _enter(self, run: _Run) -> None:
+        """Note a layer with borders, or a copy. Autograd adds up what such a layer gives for a value before it adds
+        what others give: so no other layer may compute with that.
+
+        Raises:
+            Unlike: where another one does.
+        """
         self._runs.append(run)
+        followed = {run.operands.nodes[i] for i in run.operands.followed}
+        if followed & self._followed:
+            raise Unlike
+        self._followed |= followed
+
+    def _copy(self, run: _Run, template: _Template) -> Any:
+        self._enter(run)
         operands, results = run.operands, template.results
         made: list[Any] = [None] * len(results.names)
 
@@ -324,11 +341,15 @@ class Layers:
         """Check, behind the step, what a layer cannot know while it runs.
 
         Raises:
-            Unlike: where a value of the first layer is used outside of it, and where memory of a layer is written into
-                outside of it.
+            Unlike: where a value of the first layer is used outside of it, where a value that autograd follows goes into
+                a layer and elsewhere, and where memory of a layer is written into outside of it.
         """
-        if not self.has_copies:
-            return
+        for run in self._runs:
+            own = set(run.nodes.values())
+            for i in run.operands.followed:
+                others = (node for node in run.operands.nodes[i].users if node not in own)
+                if not all(get_mark(node).in_backward for node in others):
+                    raise Unlike
         for run in self._first:
             own = set(run.nodes.values())
             assert run.template is not None

@@ -47,7 +47,7 @@ def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
         if type(part) is not type(other) or any(x is not None for x in (*part._buffers.values(), *other._buffers.values())):
             return None
         mine, its = vars(part), vars(other)
-        if mine.keys() != its.keys() or list(part._parameters) != list(other._parameters):
+        if mine.keys() != its.keys() or _list_parameters(part) != _list_parameters(other):
             return None
         for name, x in mine.items():
             y = its[name]
@@ -56,6 +56,11 @@ def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
             if not _is_equal(x, y, pairs):
                 found.add((path, name))
     return found
+
+
+def _list_parameters(module: nn.Module) -> list[tuple[str, bool | None]]:
+    """The parameters of a module, and whether autograd follows them."""
+    return [(name, None if x is None else x.requires_grad) for name, x in module._parameters.items()]
 
 
 def _is_equal(x: Any, y: Any, pairs: dict[int, Any]) -> bool:

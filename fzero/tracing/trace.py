@@ -45,7 +45,7 @@ from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
-from fzero.tracing.layers import Layers
+from fzero.tracing.layers import Layers, Unlike
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.numbers import inline_numbers
@@ -152,8 +152,8 @@ def trace(
     this = make(copies=copies)
     try:
         traced = this.record(shapes or {})
-    except Exception:
-        if not this.has_copies:
+    except (Exception, Unlike):
+        if not this.has_borders:
             raise
         this = make(copies=False)
         traced = this.record(shapes or {})
@@ -203,9 +203,9 @@ class _Trace:
         self._noted: list[Noted] = []
 
     @property
-    def has_copies(self) -> bool:
-        """Whether a layer was copied that would have been traced."""
-        return self._layers is not None and self._layers.has_copies
+    def has_borders(self) -> bool:
+        """Whether a layer was traced in another way than without copies."""
+        return self._layers is not None and self._layers.is_used
 
     def describe(self, graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         """The program of a graph, with what has been found by now."""
