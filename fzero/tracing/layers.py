@@ -247,6 +247,7 @@ class Layers:
             if known is not None:
                 raise Unlike from error
             self._given_up[id(call.layers)] += 1
+            run.nodes |= {("other", i): node for i, node in enumerate(self._traced.nodes_after(last))}
             return returned
         if known is None:
             run.template = _Template(operands.layer, run.regions, members, surroundings, part, results)
