@@ -109,20 +109,17 @@ def describe_trace(program: Program) -> list[Any]:
     """All that a trace says of its nodes: what they call, the forms of their values, which of them share memory, the
     user's lines, and the regions and turns that they lie in."""
     memory: dict[Any, int] = {}
-    return [
-        (
-            node.name, node.op, str(node.target), str(node.args), str(node.kwargs), _describe_value(node.meta.get("val")),
-            memory.setdefault(storage(node), len(memory)), node.meta.get("stack_trace"), _describe_mark(get_mark(node)),
-        )
-        for node in program.graph.nodes
-    ]  # fmt: skip
+    return [(*_describe_node(node), memory.setdefault(storage(node), len(memory))) for node in program.graph.nodes]
+
+
+def _describe_node(node: Any) -> tuple[Any, ...]:
+    called = node.name, node.op, str(node.target), str(node.args), str(node.kwargs)
+    value, line, mark = node.meta.get("val"), node.meta.get("stack_trace"), get_mark(node)
+    regions = len(mark.regions), mark.in_backward, [turn.number for turn in mark.turns]
+    return *called, _describe_value(value), line, regions
 
 
 def _describe_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, str(value.device), *map(str, (tuple(value.shape), value.stride(), value.storage_offset()))
     return list(map(_describe_value, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _describe_mark(mark: Any) -> Any:
-    return len(mark.regions), mark.in_backward, [turn.number for turn in mark.turns]

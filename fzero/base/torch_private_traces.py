@@ -257,7 +257,7 @@ class TraceGraph:
 
     def emit_as(self, node: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> Any:
         """A new node that calls what another node of the trace calls."""
-        new = call_function(self.graph, node.target, args, kwargs, _name_called(node.target))
+        new = call_function(self.graph, node.target, args, kwargs, _find_name(node.target))
         new.meta.update(meta)
         return new
 
@@ -275,7 +275,7 @@ class TraceGraph:
         torch.fx.experimental.proxy_tensor.set_proxy_slot(x, self._tracer, slot)
 
 
-def _name_called(target: Any) -> str:
+def _find_name(target: Any) -> str:
     """The name that a node of a trace begins with."""
     return name_target(target if target is operator.getitem else target.overloadpacket.__name__)
 

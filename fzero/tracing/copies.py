@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -17,8 +17,6 @@ from fzero.program.records import find_writes
 from fzero.tracing.repeats import Repeats
 from fzero.values.regions import Mark, get_mark, set_mark
 
-
-
 Nodes = dict[Node, Node]
 
 
@@ -30,7 +28,7 @@ Name = tuple[str, int]
 """The kind of a node of a part, or of a value that it is given, and its place among those."""
 
 
-class _Step(NamedTuple):
+class _Copied(NamedTuple):
     """A node of a part, with numbers for the nodes that stand for numbers. `forms` are those of its values by the
     values of its `operands`; None for an item of another one."""
 
@@ -63,7 +61,7 @@ class Part:
         own = set[int]()
         self._steps = [self._take(node, own) for node in self.nodes]
 
-    def _take(self, node: Node, own: set[int]) -> _Step:
+    def _take(self, node: Node, own: set[int]) -> _Copied:
         is_operation = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
         if node.op != "call_function" or not (is_operation or node.target is operator.getitem):
             raise Uncopied(f"{node} is no operation of torch")
@@ -75,7 +73,7 @@ class Part:
         if any(storage_key(x.meta["val"]) not in own for x in written):
             raise Uncopied(f"{node} writes into memory that was there before")
         if not is_operation:
-            return _Step(node, self.names[node], args, kwargs, None, operands)
+            return _Copied(node, self.names[node], args, kwargs, None, operands)
         tensors = [x for x in operands if isinstance(x.meta["val"], Tensor)]
         value, values = node.meta["val"], [x.meta["val"] for x in tensors]
         results = [value] if isinstance(value, Tensor) else value
@@ -85,14 +83,14 @@ class Part:
         if forms is None:
             raise Uncopied(f"a result of {node} is more than its form")
         own |= set(map(storage_key, results)) - set(map(storage_key, values))
-        return _Step(node, self.names[node], args, kwargs, forms, tensors)
+        return _Copied(node, self.names[node], args, kwargs, forms, tensors)
 
     def describe(self) -> list[Any]:
         """What the part computes, in terms of names. Parts of equal descriptions are copies of each other, but for
         operands that are not among those given."""
         return [self._describe(step) for step in self._steps]
 
-    def _describe(self, step: _Step) -> Any:
+    def _describe(self, step: _Copied) -> Any:
         args, kwargs = (_replace(x, lambda each: self.names.get(each, each), key_of) for x in (step.args, step.kwargs))
         return step.node.target, args, kwargs, self._repeats.describe_forms(step.forms)
 

@@ -8,122 +8,36 @@ that first. Where the last one is unlike the first one, or anything else does no
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fzero.base import torch_private, tree
+from fzero.base import torch_private
 from fzero.base.ambient import find_ambient
-from fzero.base.torch_private import no_functions, no_transforms, storage_key, unwrap
+from fzero.base.torch_private import FakeTensor, no_functions, no_transforms, storage_key, unwrap
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, storage
 from fzero.tracing.copies import Name, Part, Uncopied
+from fzero.tracing.layer_values import Operands, Returned
 from fzero.tracing.likeness import Attribute, Surroundings, find_differences, watch_attributes
 from fzero.tracing.loops import find_captures, may_be_loop
 from fzero.tracing.repeats import Repeats, Unknown
 from fzero.values.layers import FEWEST, LayerCall
 from fzero.values.regions import Mark, Region, current_mark, get_mark
 
-_PLAIN = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
-
 
 class Unlike(BaseException):
     """A step whose layers are not what copies of one of them would be. No code of a user catches it."""
 
 
-class _Operands:
-    """The tensors that go into a call of a layer: among its arguments, and its parameters.
-
-    Operands of equal `key` may take each other's place.
-
-    Raises:
-        Unknown: where a layer is given anything but traced tensors and plain values.
-    """
-
-    def __init__(self, repeats: Repeats, call: LayerCall) -> None:
-        self.layer = call.layers[call.at]
-        self._leaves, self._treedef = tree.flatten((list(call.args), call.kwargs))
-        self._owners = [(part, name) for part in self.layer.modules() for name in part._parameters]
-        parameters = [part._parameters[name] for part, name in self._owners]
-        given = [x for x in (*self._leaves, *parameters) if isinstance(x, Tensor)]
-        self.tensors = list({id(x): x for x in given}.values())
-        self._places = {id(x): i for i, x in enumerate(self.tensors)}
-        described = [repeats.describe_tensor(unwrap(x)) for x in self.tensors]
-        self.nodes = [node for _, node in described]
-        memory = [storage_key(unwrap(x)) for x in self.tensors]
-        forms = [
-            (form, x.requires_grad, torch_private.is_wrapper(x), self.nodes.index(node), memory.index(key))
-            for (form, node), x, key in zip(described, self.tensors, memory)
-        ]
-        names = [name if x is None else (name, self._places[id(x)]) for (_, name), x in zip(self._owners, parameters)]
-        self.key = self._treedef, tuple(map(self._describe, self._leaves)), tuple(names), tuple(forms)
-        self.followed = [i for i, x in enumerate(self.tensors) if torch.is_grad_enabled() and x.requires_grad]
-
-    def _describe(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return self._places[id(leaf)]
-        if type(leaf) not in _PLAIN:
-            raise Unknown
-        return type(leaf), leaf
-
-    def list_followed(self) -> list[Tensor]:
-        """The tensors that autograd follows."""
-        return [self.tensors[i] for i in self.followed]
-
-    def is_kept(self, call: LayerCall) -> bool:
-        """Whether the lists and dicts among the arguments hold what they held."""
-        leaves, treedef = tree.flatten((list(call.args), call.kwargs))
-        return bool(treedef == self._treedef and all(map(operator.is_, leaves, self._leaves)))
-
-    @contextmanager
-    def replace(self, entered: Sequence[Tensor]) -> Iterator[tuple[Any, Any]]:
-        """The arguments with other tensors for those that autograd follows, which the layer has as parameters, too."""
-        new = {id(self.tensors[i]): x for i, x in zip(self.followed, entered)}
-        before = [part._parameters[name] for part, name in self._owners]
-        try:
-            for (part, name), x in zip(self._owners, before):
-                part._parameters[name] = new.get(id(x), x)
-            yield tree.unflatten(self._treedef, [new.get(id(x), x) for x in self._leaves])
-        finally:
-            for (part, name), x in zip(self._owners, before):
-                part._parameters[name] = x
-
-
-class _Results:
-    """What a call of a layer returned: `names` of nodes of its tensors, of which autograd follows some.
-
-    Raises:
-        Uncopied: where that is anything but traced tensors and plain values, and where a tensor is none of the layer.
-    """
-
-    def __init__(self, repeats: Repeats, returned: Any, part: Part) -> None:
-        leaves, self._treedef = tree.flatten(returned)
-        self.tensors = list({id(x): x for x in leaves if isinstance(x, Tensor)}.values())
-        places = {id(x): i for i, x in enumerate(self.tensors)}
-        if any(type(x) not in _PLAIN and id(x) not in places for x in leaves):
-            raise Uncopied("returns an object")
-        self._leaves = [(places.get(id(x)), None if id(x) in places else x) for x in leaves]
-        nodes = [repeats.describe_tensor(unwrap(x))[1] for x in self.tensors]
-        if any(node not in part.names for node in nodes):
-            raise Uncopied("returns a tensor from elsewhere")
-        self.names = [part.names[node] for node in nodes]
-        self.followed = [i for i, x in enumerate(self.tensors) if torch.is_grad_enabled() and x.requires_grad]
-        self.key = self._treedef, tuple(self._leaves), tuple(map(str, self.names)), tuple(self.followed)
-
-    def build(self, tensors: Sequence[Any]) -> Any:
-        """What is returned, with other tensors."""
-        return tree.unflatten(self._treedef, [x if at is None else tensors[at] for at, x in self._leaves])
-
-
 @dataclass(eq=False)
-class _Backward:
+class _BackwardPart:
     """What the backward pass of a layer records, for cotangents of a `key`. `gradients` are names of nodes, None for
     no gradient."""
 
@@ -144,14 +58,14 @@ class _Template:
     members: list[int]
     surroundings: Surroundings
     forward: Part
-    results: _Results
-    backward: _Backward | None = None
+    results: Returned
+    backward: _BackwardPart | None = None
 
 
-class _Run:
+class _Layer:
     """A layer between its two borders, while it runs, or while it is copied."""
 
-    def __init__(self, layers: Layers, operands: _Operands) -> None:
+    def __init__(self, layers: Layers, operands: Operands) -> None:
         self.layers, self.operands = layers, operands
         self.template: _Template | None = None
         self.nodes: dict[Name, Node] = {("given", i): node for i, node in enumerate(operands.nodes)}
@@ -176,8 +90,8 @@ class Layers:
         self._templates: dict[Any, list[_Template]] = {}
         self._given_up: Counter[int] = Counter()
         self._is_inside = False
-        self._first: list[_Run] = []
-        self._runs: list[_Run] = []
+        self._first: list[_Layer] = []
+        self._runs: list[_Layer] = []
         self._followed: set[Node] = set()
 
     @property
@@ -191,15 +105,15 @@ class Layers:
         if self._is_inside or self._given_up[id(call.layers)] == MOST or mark.in_backward or not may_be_loop():
             return call.forward(*call.args, **call.kwargs)
         try:
-            operands = _Operands(self.repeats, call)
+            operands = Operands(self.repeats, call)
         except Unknown:
             return call.forward(*call.args, **call.kwargs)
         modes = tuple(map(id, torch_private.function_modes())), tuple(map(id, torch_private.dispatch_modes()))
         key = id(call.layers), operands.key, find_ambient(), mark.turns, len(mark.regions), modes
         known = self._templates.setdefault(key, [])
         template = next((x for x in known if call.at in x.members), None)
-        run = _Run(self, operands)
-        if template is None and call.at + FEWEST <= len(call.layers):
+        run = _Layer(self, operands)
+        if template is None and call.at + FEWEST <= len(call.list_layers()):
             made = self._run(call, run, None)
             if run.template is not None:
                 known.append(run.template)
@@ -211,12 +125,12 @@ class Layers:
             return self._run(call, run, template)
         return self._copy(run, template)
 
-    def _run(self, call: LayerCall, run: _Run, known: _Template | None) -> Any:
+    def _run(self, call: LayerCall, run: _Layer, known: _Template | None) -> Any:
         """Run a layer between borders. It becomes a template where it can be one, or is held against the `known`
         one."""
         operands, before, last = run.operands, self._count(), self._traced.find_last()
         self._enter(run)
-        entered = _Enter.apply(run, *operands.list_followed()) if operands.followed else ()
+        entered = _EnterLayer.apply(run, *operands.list_followed()) if operands.followed else ()
         surroundings = Surroundings()
         differing = {} if known is not None else _find_differing(call.layers, call.at)
         attributes = {each for found in differing.values() for each in found}
@@ -232,7 +146,7 @@ class Layers:
             self._is_inside = False
         try:
             part = self._take(last, run.nodes, "forward")
-            results = _Results(self.repeats, returned, part)
+            results = Returned(self.repeats, returned, part)
             is_more = before != self._count() or not operands.is_kept(call)
             if is_more or _list_attributes(operands.layer) != attributes_before:
                 raise Uncopied("does more than to compute")
@@ -256,10 +170,10 @@ class Layers:
             raise Unlike
         run.nodes |= part.own
         followed = [results.tensors[i] for i in results.followed]
-        left = dict(zip(results.followed, _Leave.apply(run, *followed) if followed else ()))
+        left = dict(zip(results.followed, _LeaveLayer.apply(run, *followed) if followed else ()))
         return results.build([left.get(i, x) for i, x in enumerate(results.tensors)])
 
-    def _enter(self, run: _Run) -> None:
+    def _enter(self, run: _Layer) -> None:
         """Note a layer with borders, or a copy. Autograd adds up what such a layer gives for a value before it adds
         what others give: so no other layer may compute with that.
 
@@ -272,7 +186,7 @@ class Layers:
             raise Unlike
         self._followed |= followed
 
-    def _copy(self, run: _Run, template: _Template) -> Any:
+    def _copy(self, run: _Layer, template: _Template) -> Any:
         self._enter(run)
         operands, results = run.operands, template.results
         made: list[Any] = [None] * len(results.names)
@@ -283,7 +197,7 @@ class Layers:
                 made[:] = [self._make(run.nodes[name]) for name in results.names]
             return tuple(made[i] for i in results.followed)
 
-        followed = _Copy.apply(run, copy, *operands.list_followed()) if results.followed else copy()
+        followed = _CopyLayer.apply(run, copy, *operands.list_followed()) if results.followed else copy()
         for i, x in zip(results.followed, followed):
             made[i] = x
         return results.build(made)
@@ -297,7 +211,7 @@ class Layers:
         """A new tensor for the value of a node."""
         return self.repeats.make_alias(node.meta["val"], node)
 
-    def begin_backward(self, run: _Run, cotangents: Sequence[Tensor | None]) -> tuple[Any, dict[Name, Node]]:
+    def begin_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> tuple[Any, dict[Name, Node]]:
         """The key of the cotangents of a layer, and all nodes that its backward pass may compute with."""
         names = {node: name for name, node in reversed(run.nodes.items())}
         described = [None if x is None else self.repeats.describe_tensor(unwrap(x)) for x in cotangents]
@@ -309,21 +223,21 @@ class Layers:
         nodes = {("cotangent", i): each[1] for i, each in enumerate(described) if each is not None}
         return key, {**run.nodes, **{name: node for name, node in nodes.items() if node not in names}}
 
-    def end_backward(self, run: _Run, gradients: Sequence[Tensor | None]) -> None:
+    def end_backward(self, run: _Layer, gradients: Sequence[Tensor | None]) -> None:
         """Note what the backward pass of a layer has recorded."""
         if run.begin is None or run.template is None:
             return
         (key, nodes, last), run.begin = run.begin, None
         part = self._take(last, nodes, "backward")
         made = [None if x is None else part.names[self.repeats.describe_tensor(unwrap(x))[1]] for x in gradients]
-        this, known = _Backward(key, part, made), run.template.backward
+        this, known = _BackwardPart(key, part, made), run.template.backward
         run.nodes |= part.own
         if known is None:
             run.template.backward = this
         elif known.key == key and known.describe() != this.describe():
             raise Unlike
 
-    def copy_backward(self, run: _Run, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def copy_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of a layer that is a copy."""
         key, nodes = self.begin_backward(run, cotangents)
         known = run.template.backward if run.template is not None else None
@@ -333,7 +247,7 @@ class Layers:
             made = {**nodes, **known.part.copy(nodes, run.change)}
             return [None if name is None else self._make(made[name]) for name in known.gradients]
 
-    def start_backward(self, run: _Run, cotangents: Sequence[Tensor | None]) -> None:
+    def start_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> None:
         """Note where the backward pass of a layer begins that runs."""
         if run.template is not None:
             run.begin = (*self.begin_backward(run, cotangents), self._traced.find_last())
@@ -342,8 +256,8 @@ class Layers:
         """Check, behind the step, what a layer cannot know while it runs.
 
         Raises:
-            Unlike: where a value of the first layer is used outside of it, where a value that autograd follows goes into
-                a layer and elsewhere, and where memory of a layer is written into outside of it.
+            Unlike: where a value of the first layer is used outside of it, where a value that autograd follows goes
+                into a layer and elsewhere, and where memory of a layer is written into outside of it.
         """
         for run in self._runs:
             own = set(run.nodes.values())
@@ -386,12 +300,12 @@ def _list_attributes(layer: nn.Module) -> list[Any]:
     ]
 
 
-class _Enter(torch.autograd.Function):
+class _EnterLayer(torch.autograd.Function):
     """`(run, *tensors)`, from the operands of a layer that runs to other tensors for the same values. The transpose
     ends the backward pass of the layer: autograd runs it behind all others of the layer, because it was made first."""
 
     @staticmethod
-    def forward(run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: _Layer, *tensors: FakeTensor) -> tuple[Tensor, ...]:
         return tuple(run.layers.repeats.make_again(x) for x in tensors)
 
     @staticmethod
@@ -405,12 +319,12 @@ class _Enter(torch.autograd.Function):
         return None, *gradients
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveLayer(torch.autograd.Function):
     """`(run, *tensors)`, from the results of a layer that runs to other tensors for the same values. The transpose
     begins the backward pass of the layer."""
 
-    forward = staticmethod(_Enter.forward)
-    setup_context = staticmethod(_Enter.setup_context)
+    forward = staticmethod(_EnterLayer.forward)
+    setup_context = staticmethod(_EnterLayer.setup_context)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -418,15 +332,15 @@ class _Leave(torch.autograd.Function):
         return None, *cotangents
 
 
-class _Copy(torch.autograd.Function):
+class _CopyLayer(torch.autograd.Function):
     """`(run, copy, *tensors)`, from the operands that autograd follows to what `copy()` returns. The transpose is a
     copy, too."""
 
     @staticmethod
-    def forward(run: _Run, copy: Callable[[], tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: _Layer, copy: Callable[[], tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         return copy()
 
-    setup_context = staticmethod(_Enter.setup_context)
+    setup_context = staticmethod(_EnterLayer.setup_context)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:

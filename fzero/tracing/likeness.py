@@ -26,7 +26,7 @@ from fzero.values.layers import is_handed_over
 Attribute = tuple[str, str]
 """The path of a module in a layer, and the name of an attribute."""
 
-_ATOMS = frozenset(
+_ATOMS: frozenset[Any] = frozenset(
     (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, range)
 )
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -44,7 +44,9 @@ def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
     pairs = {id(part): others[path] for path, part in parts.items()}
     for path, part in parts.items():
         other = others[path]
-        if type(part) is not type(other) or any(x is not None for x in (*part._buffers.values(), *other._buffers.values())):
+        if type(part) is not type(other) or any(
+            x is not None for x in (*part._buffers.values(), *other._buffers.values())
+        ):
             return None
         mine, its = vars(part), vars(other)
         if mine.keys() != its.keys() or _list_parameters(part) != _list_parameters(other):
@@ -94,7 +96,7 @@ def watch_attributes(layer: nn.Module, attributes: set[Attribute]) -> Iterator[C
     wanted = {path for path, _ in attributes}
     parts = {path: part for path, part in layer.named_modules() if path in wanted}
     classes = {path: type(part) for path, part in parts.items()}
-    watched = {path: _make_watched(cls) for path, cls in classes.items()}
+    watched: dict[str, Any] = {path: _watch_class(cls) for path, cls in classes.items()}  # type: ignore[arg-type]
     seen: set[tuple[int, str]] = set()
 
     def list_read() -> set[Attribute]:
@@ -117,7 +119,7 @@ def watch_attributes(layer: nn.Module, attributes: set[Attribute]) -> Iterator[C
 
 
 @functools.lru_cache(256)
-def _make_watched(cls: type) -> Any:
+def _watch_class(cls: Any) -> Any:
     """A class whose objects note what is read of them. None for a class that does something where another one is made
     of it."""
     if any("__init_subclass__" in vars(x) for x in cls.__mro__ if x is not object) or type(cls) is not type:
@@ -127,7 +129,7 @@ def _make_watched(cls: type) -> Any:
         seen = _reads.get()
         if seen is not None and not (name == "__dict__" and _is_read_by_torch()):
             seen.add((id(self), name))
-        return cls if name == "__class__" else cls.__getattribute__(self, name)
+        return cls if name == "__class__" else cls.__getattribute__(self, name)  # type: ignore[call-arg]
 
     return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
 
@@ -196,7 +198,7 @@ class Surroundings:
         )
 
 
-_FIXED = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_ATOMS)
+_FIXED: tuple[type, ...] = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_ATOMS)
 """Classes of what does not change. A variable of a decorator is one of these."""
 
 

@@ -245,7 +245,7 @@ class Repeats:
             Unknown: for any other tensor.
         """
         slot = self._traced.slot_of(x) if type(x) is FakeTensor else None
-        if slot is None or slot.constant is not None or not _is_plain(x):
+        if not isinstance(x, FakeTensor) or slot is None or slot.constant is not None or not _is_plain(x):
             raise Unknown
         return self._describe_form(x), slot.proxy.node
 

@@ -275,8 +275,8 @@ class _Trace:
     def _count(self, mode: TraceMode) -> Any:
         """Numbers that change where the step does more than to record operations of torch."""
         tracer = self.tracer
-        lists = (mode.read, self._noted, tracer.layouts, tracer.reduce_dtypes, self.recorder.turns)
-        return tracer.writes, *map(len, lists)
+        lists: tuple[Any, ...] = (mode.read, self._noted, tracer.layouts, tracer.reduce_dtypes, self.recorder.turns)
+        return tracer.writes, *(len(x) for x in lists)
 
     @contextmanager
     def surround(self) -> Iterator[None]:

@@ -24,6 +24,10 @@ class LayerCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def list_layers(self) -> list[nn.Module]:
+        """The modules of the list."""
+        return list(self.layers.children())
+
 
 class LayerRecorder(Protocol):
     """Who may answer a call of a layer in another way than by running its code."""
@@ -52,7 +56,7 @@ def hand_over_layers(modules: Mapping[str, nn.Module]) -> None:
         return
     for layers in modules.values():
         if isinstance(layers, (nn.ModuleList, nn.Sequential)):
-            children = list(layers)
+            children = list(layers.children())
             often = {cls for cls, count in Counter(map(type, children)).items() if count >= FEWEST}
             for i, child in enumerate(children):
                 if type(child) in often and "forward" not in vars(child):

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from traces import describe_trace
 
 import fzero
-from fzero.base.errors import FzeroError
 from fzero.tracing import layers
 from fzero.tracing.trace import _Trace, trace
 
