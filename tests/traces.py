@@ -24,8 +24,10 @@ import fzero
 from fzero.base import tree
 from fzero.base.ambient import find_ambient
 from fzero.program.program import Program
+from fzero.program.records import storage
 from fzero.tracing.signatures import sign_leaf
 from fzero.tracing.trace import trace
+from fzero.values.regions import get_mark
 
 _ATOMS = (
     bool, int, float, complex, str, bytes, range, type(None), type(...), type, slice, ModuleType, BuiltinFunctionType,
@@ -101,3 +103,23 @@ def _freeze(value: Any, inside: tuple[Any, ...]) -> Any:
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(freeze, value))
     raise TypeError(f"a {type(value).__name__} may change")
+
+
+def describe_trace(program: Program) -> list[Any]:
+    """All that a trace says of its nodes: what they call, the forms of their values, which of them share memory, the
+    user's lines, and the regions and turns that they lie in."""
+    memory: dict[Any, int] = {}
+    return [(*_describe_node(node), memory.setdefault(storage(node), len(memory))) for node in program.graph.nodes]
+
+
+def _describe_node(node: Any) -> tuple[Any, ...]:
+    called = node.name, node.op, str(node.target), str(node.args), str(node.kwargs)
+    value, line, mark = node.meta.get("val"), node.meta.get("stack_trace"), get_mark(node)
+    regions = len(mark.regions), mark.in_backward, [turn.number for turn in mark.turns]
+    return *called, _describe_value(value), line, regions
+
+
+def _describe_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, str(value.device), *map(str, (tuple(value.shape), value.stride(), value.storage_offset()))
+    return list(map(_describe_value, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -42,7 +42,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdic
 _PLAIN = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict})
 """Containers without attributes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
-_LIBRARIES |= {"_pytest", "sympy"}  # what functions of tests with an `assert` name, and those of open sizes
+_LIBRARIES |= {"_pytest", "sympy", "mpmath"}  # what functions of tests with an `assert` name, and those of open sizes
 _LIBRARIES |= frozenset(
     """
     accelerate filelock httpx httpx2 huggingface_hub idna jinja2 packaging peft psutil regex requests safetensors
@@ -120,7 +120,7 @@ def _is_empty(value: Any) -> bool:
 def _is_of_no_one(value: Any) -> bool:
     """Whether an object is of a class whose objects hold nothing of the user's."""
     if isinstance(value, type):
-        return _is_of_library(value.__module__)
+        return is_of_library(value.__module__)
     return _is_class_of_no_one(type(value))  # type: ignore[arg-type]  # a class is taken for unhashable
 
 
@@ -234,7 +234,7 @@ _LISTERS: tuple[tuple[Any, Callable[[str, Any], Iterable[_Named]]], ...] = (
 
 def list_globals(function: FunctionType) -> Iterator[_Named]:
     """`(name, object)` of the globals that the code of a function names. None for a function of a library."""
-    if _is_of_library(function.__module__):
+    if is_of_library(function.__module__):
         return
     used, known = list_names(function.__code__), function.__globals__
     for variable in used:
@@ -242,7 +242,7 @@ def list_globals(function: FunctionType) -> Iterator[_Named]:
             continue
         value = known[variable]
         yield variable, value
-        if isinstance(value, ModuleType) and not _is_of_library(value.__name__):
+        if isinstance(value, ModuleType) and not is_of_library(value.__name__):
             yield from ((f"{variable}.{key}", vars(value)[key]) for key in used if key in vars(value))
 
 
@@ -294,12 +294,13 @@ def _list_slots(value: Any) -> Iterator[_Named]:
 @functools.lru_cache(1 << 12)
 def _find_slots(cls: type) -> list[tuple[type, str, MemberDescriptorType]]:
     """The slots of a class that are no library's."""
-    classes = [x for x in cls.__mro__ if is_of_fzero(x) or not _is_of_library(x.__module__)]
+    classes = [x for x in cls.__mro__ if is_of_fzero(x) or not is_of_library(x.__module__)]
     return [(x, key, slot) for x in classes for key, slot in vars(x).items() if isinstance(slot, MemberDescriptorType)]
 
 
 @functools.lru_cache(1 << 12)
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
+    """Whether a module is of a package whose functions and classes hold nothing of the user's."""
     return (module or "").partition(".")[0] in _LIBRARIES
 
 

@@ -318,6 +318,9 @@ fused_sgd_: Callable[..., None] = torch._fused_sgd_
 
 # for state
 
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""The active function modes, outermost first. Public replacement: as of `dispatch_modes`."""
+
 dispatch_modes: Callable[[], list[Any]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 """The active dispatch modes. Public name once torch has one: beside `torch.overrides.TorchFunctionMode`."""
 
@@ -327,6 +330,11 @@ disable_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_d
 no_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 """Disable `__torch_function__` in a block, of modes too: looks at shapes reach no mode. Public name once torch has one:
 beside `DisableTorchFunctionSubclass`."""
+
+no_transforms: Callable[[], AbstractContextManager[Any]] = (
+    torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+)
+"""Leave all transforms of torch.func in a block. Public name once torch has one: in `torch.func`."""
 
 no_dispatch: Callable[[], AbstractContextManager[Any]] = torch.utils._mode_utils.no_dispatch
 """Disable `__torch_dispatch__` in a block. Public name once torch has one: beside `DisableTorchFunctionSubclass`."""

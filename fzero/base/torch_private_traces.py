@@ -88,9 +88,17 @@ class OpenForms:
         """Two fake tensors of the dtype, shape, strides and start of `form`, in new memory, or in that of an operand,
         with the device and mode of `like`."""
         with no_dispatch():
-            meta = self._make_new(form) if operand is None else self._make_view(form, operand)
-            self._lying.setdefault(storage_key(meta), meta)
+            meta = self._make_meta(form, operand)
             return _copy_fake(like, meta), _copy_fake(like, meta)
+
+    def make_one(self, like: FakeTensor, form: Any, operand: Tensor | None) -> FakeTensor:
+        """One of the tensors that `make` makes. Call it under `no_dispatch`."""
+        return _copy_fake(like, self._make_meta(form, operand))
+
+    def _make_meta(self, form: Any, operand: Tensor | None) -> Tensor:
+        meta = self._make_new(form) if operand is None else self._make_view(form, operand)
+        self._lying.setdefault(storage_key(meta), meta)
+        return meta
 
     def _make_new(self, form: Any) -> Tensor:
         _, made = self._made.get(id(form), (None, None))
@@ -119,11 +127,11 @@ def make_as(
     dtype: torch.dtype,
     shape: Sequence[int],
     stride: Sequence[int],
-    start: int,
-    storage: torch.UntypedStorage,
+    start: int | torch.SymInt,
+    storage: torch.UntypedStorage | None,
 ) -> FakeTensor:
-    """A fake tensor of a memory, with the device and the mode of `like`, a plain one about which nothing was asked.
-    Call it under `no_dispatch`. Public replacement: as of `make_fake`."""
+    """A fake tensor of a memory, or in memory of its own, with the device and the mode of `like`, a plain one about
+    which nothing was asked. Call it under `no_dispatch`. Public replacement: as of `make_fake`."""
     return _copy_fake(like, _make_meta(dtype, shape, stride, start, storage))
 
 
@@ -247,6 +255,12 @@ class TraceGraph:
         """A new node that takes an item of the value of another one."""
         return self._create(operator.getitem, (items, i), {}, operator.getitem, value)
 
+    def emit_as(self, node: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> Any:
+        """A new node that calls what another node of the trace calls."""
+        new = call_function(self.graph, node.target, args, kwargs, _find_name(node.target))
+        new.meta.update(meta)
+        return new
+
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: Any, value: Any) -> Any:
         node = call_function(self.graph, target, args, kwargs, name_target(named))
         here = torch.fx.traceback.current_meta
@@ -259,6 +273,11 @@ class TraceGraph:
         """Let a node be that of a tensor."""
         slot = torch.fx.experimental.proxy_tensor._ProxyTensor(self._tracer.proxy(node), None)
         torch.fx.experimental.proxy_tensor.set_proxy_slot(x, self._tracer, slot)
+
+
+def _find_name(target: Any) -> str:
+    """The name that a node of a trace begins with."""
+    return name_target(target if target is operator.getitem else target.overloadpacket.__name__)
 
 
 class _Numbers:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import site
 import sys
-import sysconfig
 from types import CodeType
 from typing import Literal
+
+from fzero.base.installed import is_installed
 
 CLOSED = frozenset(
     {
@@ -29,19 +28,6 @@ CLOSED = frozenset(
 )
 """Packages whose functions read no values of the user but those that they are given: their globals do not count."""
 Owner = Literal["closed", "installed", "user"]
-
-
-@functools.cache
-def list_roots() -> tuple[str, ...]:
-    """The folders of installed packages and of Python's library, each with a slash behind it."""
-    paths = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    found = {*paths, *site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.__file__)}
-    return tuple(sorted(os.path.join(path, "") for path in found))
-
-
-def is_installed(file: str) -> bool:
-    """Whether a file belongs to an installed package or to Python."""
-    return file.startswith(list_roots())
 
 
 @functools.lru_cache(1 << 14)

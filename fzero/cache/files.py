@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from fzero.cache.code import is_installed
+from fzero.base.installed import is_installed
 from fzero.cache.rules import Undescribed
 
 

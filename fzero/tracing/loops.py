@@ -31,7 +31,7 @@ class TurnRecorder:
         self, find_kinds: Callable[[], Kinds | None], forget: Callable[[], None], name: Callable[[Any], str]
     ) -> None:
         self._find_kinds, self._forget, self._name = find_kinds, forget, name
-        self._turns: list[Turn] = []
+        self.turns: list[Turn] = []
         """All turns of the trace. A turn's number is its position."""
         self._given_up: set[Turn] = set()
         """Turns that were traced in vain."""
@@ -52,7 +52,7 @@ class TurnRecorder:
         differentiates a teacher, say. In a region of `remat` it is kept, as a whole.
         """
         is_followed = _is_followed([*carry, *xs, *itertools.chain(*layers)])
-        if not _may_be_loop() or (is_followed and not _can_follow(carry)) or not all(map(_are_alike, layers)):
+        if not may_be_loop() or (is_followed and not _can_follow(carry)) or not all(map(_are_alike, layers)):
             return None
         buckets = self._find_layers(layers)
         if buckets is None:
@@ -77,7 +77,7 @@ class TurnRecorder:
                 news, ys = list(map(_make_contiguous, news)), [y.contiguous() for y in ys]
             self._forget()
             behind = [self._find_axes(x) for x in news]
-            captured = _find_captures([*given, *slices, *layer], [*news, *ys])
+            captured = find_captures([*given, *slices, *layer], [*news, *ys])
             ports.has_derivative = not captured
             is_unrolled = captured and (is_followed or any(map(_is_of_step, captured)))
             if not is_unrolled and all(new <= self._find_axes(x) for x, new in zip(given, behind)):
@@ -92,8 +92,8 @@ class TurnRecorder:
         return self._open(forward.length, forward.sync, forward, is_followed=True)
 
     def _open(self, length: int, sync: str | None, forward: Turn | None = None, is_followed: bool = False) -> Turn:
-        self._turns.append(Turn(length, len(self._turns), sync, forward, is_followed))
-        return self._turns[-1]
+        self.turns.append(Turn(length, len(self.turns), sync, forward, is_followed))
+        return self.turns[-1]
 
     def list_axes(self) -> list[str]:
         """The axes of the mesh."""
@@ -107,10 +107,10 @@ class TurnRecorder:
             FzeroError: where the step uses one of these.
         """
         nodes = []
-        for node in program.graph.nodes if self._turns else ():
+        for node in program.graph.nodes if self.turns else ():
             mark = get_mark(node)
             if is_call(node, *_MARKS):
-                mark = mark._replace(port=self._turns[node.args[1]])
+                mark = mark._replace(port=self.turns[node.args[1]])
                 set_mark(node.meta, mark)
             if node.op != "get_attr" and self._given_up.intersection((*mark.turns, mark.port)):
                 nodes.append(node)
@@ -145,7 +145,7 @@ class TurnRecorder:
 _MARKS = (loops.carry, loops.row, loops.pick, loops.last, loops.stack, loops.collect)
 
 
-def _may_be_loop() -> bool:
+def may_be_loop() -> bool:
     """Whether one turn may stand for all: outside of transforms but for one in reverse mode, and of its backward
     pass."""
     if torch_private.in_vmap() or torch_private.in_forward_mode() or torch_private.in_second_order():
@@ -326,7 +326,7 @@ def _is_of_step(captured: Tensor | None) -> bool:
     return captured is None or isinstance(torch_private.unwrap(captured), torch_private.FakeTensor)
 
 
-def _find_captures(given: Leaves, results: Leaves) -> list[Tensor | None]:
+def find_captures(given: Leaves, results: Leaves) -> list[Tensor | None]:
     """The leaves that autograd follows results to, but not through the values `given`. None for an unknown one."""
     entrance = next((x.grad_fn for x in map(_local, given) if x.grad_fn is not None), None)
     roots = [x for x in map(_local, results) if torch.is_grad_enabled() and x.requires_grad]

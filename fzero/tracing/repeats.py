@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.base.symbols import is_open, key_of
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, schema_of, storage_key
-from fzero.base.torch_private_traces import OpenForms, TraceGraph, make_empty, make_pair, without_proxies
+from fzero.base.symbols import is_open, is_same_number, key_of
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, OpOverload, no_dispatch, schema_of, storage_key
+from fzero.base.torch_private_traces import OpenForms, TraceGraph, make_as, make_empty, make_pair, without_proxies
 from fzero.program.aten import infer_lists
 from fzero.program.operation import Node
 from fzero.program.records import record
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     key: Any
 
 
-class _Form(NamedTuple):
+class ResultForm(NamedTuple):
     """A tensor among the results of a call. It lies in memory of its own, or in that of the operand at `memory`. With
     `is_operand` it is that operand."""
 
@@ -52,7 +52,7 @@ class _Form(NamedTuple):
     is_operand: bool
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """An operand that is no traced tensor of a plain form, and no plain value."""
 
 
@@ -81,7 +81,7 @@ class Repeats:
             given = _forget_names(given)
         try:
             described = self._describe(given, tensors, nodes)
-        except _Unknown:
+        except Unknown:
             return None
         memory = [storage_key(x) for x in tensors] if len(tensors) > 1 else []
         shared = tuple(map(memory.index, memory))
@@ -91,19 +91,17 @@ class Repeats:
     def _describe(self, x: Any, tensors: list[FakeTensor], nodes: list[Node]) -> Any:
         kind = type(x)
         if kind is FakeTensor:
-            slot = self._traced.slot_of(x)
-            if slot is None or slot.constant is not None or not _is_plain(x):
-                raise _Unknown
+            form, node = self.describe_tensor(x)
             tensors.append(x)
-            nodes.append(slot.proxy.node)
-            return self._describe_form(x)
+            nodes.append(node)
+            return form
         if kind in _PLAIN:
             return kind, x
         if kind is list or kind is tuple:
             return kind, tuple([self._describe(item, tensors, nodes) for item in x])
         if is_open(x):
             return key_of(x)
-        raise _Unknown
+        raise Unknown
 
     def _describe_form(self, x: Tensor) -> Any:
         return x.dtype, x.device, self._describe_sizes((*x.shape, *x.stride(), x.storage_offset()))
@@ -173,11 +171,11 @@ class Repeats:
     def _describe_item(self, x: Any) -> Any:
         return self._describe_form(x) if isinstance(x, Tensor) else type(x)
 
-    def _find_new(self, x: Any, memory: set[int]) -> _Form | None:
+    def _find_new(self, x: Any, memory: set[int]) -> ResultForm | None:
         """The form of a result, None where it is no tensor in memory of its own."""
         if not isinstance(x, FakeTensor) or storage_key(x) in memory:
             return None
-        form: _Form | None = self._find_form(x, [], [], set())
+        form: ResultForm | None = self._find_form(x, [], [], set())
         return form
 
     def _find_forms(self, call: Call, last: Node | None, result: Any) -> Any:
@@ -194,6 +192,63 @@ class Repeats:
         memory, own = [storage_key(x) for x in call.tensors], set[int]()
         return self._find_form(result, call.tensors, memory, own)
 
+    def find_forms(self, result: Any, operands: list[Any]) -> Any:
+        """The forms of the values of a node whose operands have these values; None where that is not all of them."""
+        with self._aside():
+            return self._find_form(result, operands, list(map(storage_key, operands)), set())
+
+    def make_value(self, form: Any, operands: list[Any]) -> Any:
+        """The value of a new node with such a form, or values of a list of forms, where its operands have these values.
+        Call it in the block of `making`."""
+        if not isinstance(form, ResultForm):
+            return type(form)([self.make_value(x, operands) for x in form])
+        operand = None if form.memory is None else operands[form.memory]
+        if self._open is not None:
+            return self._open.make_one(self._find_plain(form.device), form, operand)
+        storage = None if operand is None else operand.untyped_storage()
+        return make_as(self._find_plain(form.device), form.dtype, form.shape, form.stride, form.start, storage)
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """A block in which `make_value` may be called."""
+        with self._aside(), no_dispatch():
+            yield
+
+    def describe_forms(self, forms: Any) -> Any:
+        """Forms, with numbers for open sizes that are equal where the sizes are."""
+        if isinstance(forms, ResultForm):
+            return forms._replace(
+                shape=self._describe_sizes(forms.shape),
+                stride=self._describe_sizes(forms.stride),
+                start=self._describe_sizes((forms.start,)),
+            )
+        if isinstance(forms, (list, tuple)):
+            return [self.describe_forms(x) for x in forms]
+        return self._describe_sizes((forms,)) if is_open(forms) else None if isinstance(forms, Tensor) else forms
+
+    def make_alias(self, x: FakeTensor, node: Node) -> FakeTensor:
+        """Another tensor for the value of a node, which `x` is."""
+        form = ResultForm(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), 0, False)
+        with self._aside():
+            made: FakeTensor = self._make(form, [x])[0]
+        self._traced.track(made, node)
+        return made
+
+    def make_again(self, x: FakeTensor) -> FakeTensor:
+        """Another tensor for the value of a traced one that no transform wraps."""
+        return self.make_alias(x, self.describe_tensor(x)[1])
+
+    def describe_tensor(self, x: Tensor) -> tuple[Any, Node]:
+        """The form and the node of a traced tensor that no transform wraps.
+
+        Raises:
+            Unknown: for any other tensor.
+        """
+        slot = self._traced.slot_of(x) if type(x) is FakeTensor else None
+        if not isinstance(x, FakeTensor) or slot is None or slot.constant is not None or not _is_plain(x):
+            raise Unknown
+        return self._describe_form(x), slot.proxy.node
+
     def _find_form(self, x: Any, operands: list[FakeTensor], memory: list[int], own: set[int]) -> Any:
         """The form of a result, or of each of a list. None where a tensor made of it is another one. `own` is the
         memory of earlier results."""
@@ -204,17 +259,17 @@ class Repeats:
         place = memory.index(key) if key in memory else None
         same = [i for i, operand in enumerate(operands) if operand is x]
         at = same[0] if same else place
-        form = _Form(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
+        form = ResultForm(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
         made, _ = self._make(form, operands)
-        sizes = [self._describe_sizes((y.untyped_storage().nbytes(),)) for y in (x, made)]
-        is_alike = self._describe_form(made) == self._describe_form(x) and sizes[0] == sizes[1]
+        is_whole = is_same_number(*(y.untyped_storage().nbytes() for y in (x, made)))
+        is_alike = self._describe_form(made) == self._describe_form(x) and is_whole
         is_alone = place is not None or key not in own
         own.add(key)
         return form if is_alike and is_alone else None
 
     def _make(self, form: Any, operands: list[FakeTensor]) -> tuple[Any, Any]:
         """A tensor of a form, and the fake value of its node; lists of these of a list of forms."""
-        if not isinstance(form, _Form):
+        if not isinstance(form, ResultForm):
             pairs = [self._make(item, operands) for item in form]
             return type(form)(made for made, _ in pairs), type(form)(value for _, value in pairs)
         dtype, device, shape, stride, start, memory, is_operand = form

@@ -47,6 +47,7 @@ from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.layers import Layers, Unlike
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.numbers import inline_numbers
@@ -57,6 +58,7 @@ from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
 from fzero.values.custom_functions import take_custom_functions
 from fzero.values.flags import Noted, collect_flags, join_ranks
+from fzero.values.layers import record_layers
 from fzero.values.loops import record_loops
 from fzero.values.sharded import Sharded
 
@@ -131,6 +133,7 @@ def trace(
     symbols: Symbols | None = None,
     shapes: Mapping[int, OpenForm] | None = None,
     model_axes: tuple[str, ...] = (),
+    copies: bool = True,
 ) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
@@ -139,17 +142,22 @@ def trace(
 
     With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape and strides with open sizes.
 
+    With `copies` equal layers are traced once (`Layers`). The program is the same without.
+
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
     import_tracer()
-    this, shapes = _Trace(fn, args, mesh, symbols, model_axes), shapes or {}
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
-    given = [(shapes.get(i), leaf) for i, leaf in enumerate(this.leaves) if _is_tensor(leaf)]
-    make = partial(_make_fakes, this.fake_mode, {})
-    fakes = [make(leaf, opened) for opened, leaf in given]
-    with this.surround():
-        traced = make_graph(lambda: this.run(fakes))
+    make = partial(_Trace, fn, args, mesh, symbols, model_axes)
+    this = make(copies=copies)
+    try:
+        traced = this.record(shapes or {})
+    except (Exception, Unlike):
+        if not this.has_borders:
+            raise
+        this = make(copies=False)
+        traced = this.record(shapes or {})
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
     captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
@@ -172,8 +180,10 @@ class _Trace:
         mesh: VirtualMesh,
         symbols: Symbols | None,
         model_axes: tuple[str, ...],
+        copies: bool,
     ) -> None:
-        self.fn, self.tracer, self._model_axes = fn, Tracer(mesh), model_axes
+        self.fn, self.tracer, self._model_axes, self._copies = fn, Tracer(mesh), model_axes, copies
+        self._layers: Layers | None = None
         self.open = None if symbols is None else Open(symbols, tuple(symbols.examples))
         environment = None if symbols is None else symbols.env
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
@@ -192,6 +202,11 @@ class _Trace:
         self._results: list[Result] = []
         self._read: list[Tensor] = []
         self._noted: list[Noted] = []
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether a layer was traced in another way than without copies."""
+        return self._layers is not None and self._layers.is_used
 
     def describe(self, graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         """The program of a graph, with what has been found by now."""
@@ -212,6 +227,14 @@ class _Trace:
             open=self.open,
         )
 
+    def record(self, shapes: Mapping[int, OpenForm]) -> fx.GraphModule:
+        """The graph of the function."""
+        given = [(shapes.get(i), leaf) for i, leaf in enumerate(self.leaves) if _is_tensor(leaf)]
+        make = partial(_make_fakes, self.fake_mode, {})
+        fakes = [make(leaf, opened) for opened, leaf in given]
+        with self.surround():
+            return make_graph(lambda: self.run(fakes))
+
     def run(self, fakes: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """The function that make_fx traces, to the tensors among the results. `fakes` are those among the arguments,
         each beside the value of its node."""
@@ -225,17 +248,23 @@ class _Trace:
         given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
-        repeats, progress = (
-            Repeats(traced, self.fake_mode),
-            Progress("tracing", getattr(self.fn, "__name__", "step"), "operations"),
-        )
-        with TraceMode(checks, repeats, progress) as mode, CallMode(kinds, checks, tracer), ModuleHooks():
+        name, repeats = getattr(self.fn, "__name__", "step"), Repeats(traced, self.fake_mode)
+        progress = Progress("tracing", name, "operations")
+        layers = self._layers = Layers(traced, repeats, lambda: self._count(mode)) if self._copies else None
+        with (
+            TraceMode(checks, repeats, progress) as mode,
+            CallMode(kinds, checks, tracer),
+            ModuleHooks(),
+            record_layers(layers),
+        ):
             returned = self.fn(*given)
             caches.check(self.fn, returned)
             returned = take_state(before, returned, kinds)
             out_leaves, self._out_def = tree.flatten(returned)
             replaced = pair_results(before, returned)
             flags = join_ranks(self._noted, tracer)
+        if layers is not None:
+            layers.finish()
         self._read.extend(mode.read)
         for i, (path, leaf) in enumerate(zip(map(tree.dotted, tree.keys(self._out_def)), out_leaves)):
             check_result(path, leaf, leaves)
@@ -244,6 +273,12 @@ class _Trace:
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
         made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
         return made + flags
+
+    def _count(self, mode: TraceMode) -> Any:
+        """Numbers that change where the step does more than to record operations of torch."""
+        tracer = self.tracer
+        lists: tuple[Any, ...] = (mode.read, self._noted, tracer.layouts, tracer.reduce_dtypes, self.recorder.turns)
+        return tracer.writes, *(len(x) for x in lists)
 
     @contextmanager
     def surround(self) -> Iterator[None]:

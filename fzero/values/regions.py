@@ -138,6 +138,10 @@ class Region:
         self.kept, self.moved = kept, moved
         self._answers: dict[str, Fate] = {}
 
+    def copy(self) -> Region:
+        """A region of the same policy, for another call."""
+        return Region(self._policy, self.in_backward, self.kept, self.moved, self.by_budget)
+
     def decide(self, name: str, where: str, operation: Any, args: Any, kwargs: Any, result: Any) -> Fate:
         """The fate of the result of an operation, which the user called at `where`, by the region's policy.
 

@@ -23,6 +23,7 @@ from fzero.base.changes import Content, find_changes, is_read, take_content
 from fzero.base.errors import FzeroError
 from fzero.base.reachable import walk, walk_inside
 from fzero.values import rules
+from fzero.values.layers import hand_over_layers
 from fzero.values.rebinding import copy_and_bind
 
 Place = tuple[str, Callable[[Tensor], None], Tensor]
@@ -56,6 +57,7 @@ class Skeleton:
         """
         held = {slot: given[path] for slot, path in self._slots.items() if path in given}
         with self._keep(), self._fill(given):
+            hand_over_layers(self._modules)
             output = functional_call(self._module, held, args, kwargs, tie_weights=False)
         after = dict(given)
         for slot, value in held.items():  # those that the call assigned

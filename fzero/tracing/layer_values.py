@@ -1,0 +1,103 @@
+"""What goes into a call of a layer, and what comes out of it: tensors of a trace, and plain values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.base import torch_private, tree
+from fzero.base.torch_private import storage_key, unwrap
+from fzero.tracing.copies import TracePart, Uncopied
+from fzero.tracing.repeats import Repeats, Unknown
+from fzero.values.layers import LayerCall
+
+_PLAIN = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
+
+
+class Operands:
+    """The tensors that go into a call of a layer: among its arguments, and its parameters.
+
+    Operands of equal `key` may take each other's place.
+
+    Raises:
+        Unknown: where a layer is given anything but traced tensors and plain values.
+    """
+
+    def __init__(self, repeats: Repeats, call: LayerCall) -> None:
+        self.layer = call.list_layers()[call.at]
+        self._leaves, self._treedef = tree.flatten((list(call.args), call.kwargs))
+        self._owners = [(part, name) for part in self.layer.modules() for name in part._parameters]
+        parameters = [part._parameters[name] for part, name in self._owners]
+        given = [x for x in (*self._leaves, *parameters) if isinstance(x, Tensor)]
+        self.tensors = list({id(x): x for x in given}.values())
+        self._places = {id(x): i for i, x in enumerate(self.tensors)}
+        described = [repeats.describe_tensor(unwrap(x)) for x in self.tensors]
+        self.nodes = [node for _, node in described]
+        memory = [storage_key(unwrap(x)) for x in self.tensors]
+        forms = [
+            (form, x.requires_grad, torch_private.is_wrapper(x), self.nodes.index(node), memory.index(key))
+            for (form, node), x, key in zip(described, self.tensors, memory)
+        ]
+        names = [name if x is None else (name, self._places[id(x)]) for (_, name), x in zip(self._owners, parameters)]
+        self.key = self._treedef, tuple(map(self._describe, self._leaves)), tuple(names), tuple(forms)
+        self.followed = [i for i, x in enumerate(self.tensors) if torch.is_grad_enabled() and x.requires_grad]
+
+    def _describe(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._places[id(leaf)]
+        if type(leaf) not in _PLAIN:
+            raise Unknown
+        return type(leaf), leaf
+
+    def list_followed(self) -> list[Tensor]:
+        """The tensors that autograd follows."""
+        return [self.tensors[i] for i in self.followed]
+
+    def is_kept(self, call: LayerCall) -> bool:
+        """Whether the lists and dicts among the arguments hold what they held."""
+        leaves, treedef = tree.flatten((list(call.args), call.kwargs))
+        return bool(treedef == self._treedef and all(map(operator.is_, leaves, self._leaves)))
+
+    @contextmanager
+    def replace(self, entered: Sequence[Tensor]) -> Iterator[tuple[Any, Any]]:
+        """The arguments with other tensors for those that autograd follows, which the layer has as parameters, too."""
+        new = {id(self.tensors[i]): x for i, x in zip(self.followed, entered)}
+        before: list[Any] = [part._parameters[name] for part, name in self._owners]
+        try:
+            for (part, name), x in zip(self._owners, before):
+                part._parameters[name] = new.get(id(x), x)
+            yield tree.unflatten(self._treedef, [new.get(id(x), x) for x in self._leaves])
+        finally:
+            for (part, name), x in zip(self._owners, before):
+                part._parameters[name] = x
+
+
+class LayerResults:
+    """What a call of a layer returned: `names` of nodes of its tensors, of which autograd follows some.
+
+    Raises:
+        Uncopied: where that is anything but traced tensors and plain values, and where a tensor is none of the layer.
+    """
+
+    def __init__(self, repeats: Repeats, returned: Any, part: TracePart) -> None:
+        leaves, self._treedef = tree.flatten(returned)
+        self.tensors = list({id(x): x for x in leaves if isinstance(x, Tensor)}.values())
+        places = {id(x): i for i, x in enumerate(self.tensors)}
+        if any(type(x) not in _PLAIN and id(x) not in places for x in leaves):
+            raise Uncopied("returns an object")
+        self._leaves = [(places.get(id(x)), None if id(x) in places else x) for x in leaves]
+        nodes = [repeats.describe_tensor(unwrap(x))[1] for x in self.tensors]
+        if any(node not in part.names for node in nodes):
+            raise Uncopied("returns a tensor from elsewhere")
+        self.names = [part.names[node] for node in nodes]
+        self.followed = [i for i, x in enumerate(self.tensors) if torch.is_grad_enabled() and x.requires_grad]
+        self.key = self._treedef, tuple(self._leaves), tuple(map(str, self.names)), tuple(self.followed)
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """What is returned, with other tensors."""
+        return tree.unflatten(self._treedef, [x if at is None else tensors[at] for at, x in self._leaves])

@@ -1,0 +1,347 @@
+"""Layers of a trace: equal layers are traced once.
+
+Of the layers of a list that are equal but for their tensors, the first and the last one run. What the first one
+recorded is copied for those between them, and so is what the backward pass of the last one recorded: autograd reaches
+that first. Where the last one is unlike the first one, or anything else does not fit, the step is traced without copies
+(`Unlike`): a program is the one that a trace without copies makes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.base import torch_private
+from fzero.base.ambient import find_ambient
+from fzero.base.torch_private import FakeTensor, no_functions, no_transforms, storage_key, unwrap
+from fzero.base.torch_private_traces import TraceGraph
+from fzero.program.operation import Node
+from fzero.program.records import find_writes, storage
+from fzero.tracing.copies import Name, TracePart, Uncopied
+from fzero.tracing.layer_values import LayerResults, Operands
+from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, watch_attributes
+from fzero.tracing.loops import find_captures, may_be_loop
+from fzero.tracing.repeats import Repeats, Unknown
+from fzero.values.layers import FEWEST, LayerCall
+from fzero.values.regions import Mark, Region, current_mark, get_mark
+
+
+class Unlike(BaseException):
+    """A step whose layers are not what copies of one of them would be. No code of a user catches it."""
+
+
+@dataclass(eq=False)
+class _BackwardPart:
+    """What the backward pass of a layer records, for cotangents of a `key`. `gradients` are names of nodes, None for
+    no gradient."""
+
+    key: Any
+    part: TracePart
+    gradients: list[Any]
+
+    def describe(self) -> Any:
+        return self.part.describe(), self.gradients
+
+
+@dataclass(eq=False)
+class _Template:
+    """A layer that has run, and those that are equal to it: their positions, `members`."""
+
+    layer: nn.Module
+    regions: tuple[Region, ...]
+    members: list[int]
+    surroundings: ReadGlobals
+    forward: TracePart
+    results: LayerResults
+    backward: _BackwardPart | None = None
+
+
+class _Layer:
+    """A layer between its two borders, while it runs, or while it is copied."""
+
+    def __init__(self, layers: Layers, operands: Operands) -> None:
+        self.layers, self.operands = layers, operands
+        self.template: _Template | None = None
+        self.nodes: dict[Name, Node] = {("given", i): node for i, node in enumerate(operands.nodes)}
+        """The nodes of the operands and of the layer by name."""
+        self.regions = current_mark().regions
+        self.copied_regions: dict[Region, Region] = {}
+        self.begin: tuple[Any, dict[Name, Node], Node | None] | None = None
+
+    def change(self, mark: Mark) -> Mark:
+        """The mark of a node of the template, as one of this layer's. Its regions are of this layer."""
+        assert self.template is not None
+        outer = len(self.template.regions)
+        inner = [self.copied_regions.setdefault(x, x.copy()) for x in mark.regions[outer:]]
+        return mark._replace(regions=(*self.regions, *inner) if mark.regions else ())
+
+
+class Layers:
+    """The `LayerRecorder` of a trace. `count` returns numbers that change where a step does more than to record."""
+
+    def __init__(self, traced: TraceGraph, repeats: Repeats, count: Callable[[], Any]) -> None:
+        self._traced, self.repeats, self._count = traced, repeats, count
+        self._templates: dict[Any, list[_Template]] = {}
+        self._given_up: Counter[int] = Counter()
+        self._is_inside = False
+        self._first: list[_Layer] = []
+        self._runs: list[_Layer] = []
+        self._followed: set[Node] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer was copied, or has borders."""
+        return bool(self._runs)
+
+    def call_layer(self, call: LayerCall) -> Any:
+        """What the call of a layer returns: it runs, or is copied."""
+        mark = current_mark()
+        if self._is_inside or self._given_up[id(call.layers)] == MOST or mark.in_backward or not may_be_loop():
+            return call.forward(*call.args, **call.kwargs)
+        try:
+            operands = Operands(self.repeats, call)
+        except Unknown:
+            return call.forward(*call.args, **call.kwargs)
+        modes = tuple(map(id, torch_private.function_modes())), tuple(map(id, torch_private.dispatch_modes()))
+        key = id(call.layers), operands.key, find_ambient(), mark.turns, len(mark.regions), modes
+        known = self._templates.setdefault(key, [])
+        template = next((x for x in known if call.at in x.members), None)
+        run = _Layer(self, operands)
+        if template is None and call.at + FEWEST <= len(call.list_layers()):
+            made = self._run(call, run, None)
+            if run.template is not None:
+                known.append(run.template)
+            return made
+        if template is None or not template.surroundings.is_same():
+            return call.forward(*call.args, **call.kwargs)
+        run.template = template
+        if call.at == template.members[-1]:
+            return self._run(call, run, template)
+        return self._copy(run, template)
+
+    def _run(self, call: LayerCall, run: _Layer, known: _Template | None) -> Any:
+        """Run a layer between borders. It becomes a template where it can be one, or is held against the `known`
+        one."""
+        operands, before, last = run.operands, self._count(), self._traced.find_last()
+        self._enter(run)
+        entered = _EnterLayer.apply(run, *operands.list_followed()) if operands.followed else ()
+        surroundings = ReadGlobals()
+        differing = {} if known is not None else _find_differing(call.layers, call.at)
+        attributes = {each for found in differing.values() for each in found}
+        attributes_before = _list_attributes(operands.layer)
+        self._is_inside = True
+        try:
+            with operands.replace(entered) as (args, kwargs), ExitStack() as stack:
+                if known is None:
+                    list_read = stack.enter_context(watch_attributes(operands.layer, attributes))
+                    stack.enter_context(surroundings.record())
+                returned = call.forward(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        try:
+            part = self._take(last, run.nodes, "forward")
+            results = LayerResults(self.repeats, returned, part)
+            is_more = before != self._count() or not operands.is_kept(call)
+            if is_more or _list_attributes(operands.layer) != attributes_before:
+                raise Uncopied("does more than to compute")
+            if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
+                raise Uncopied("differentiates by what it captures")
+            if known is None:
+                read = list_read()
+                members = [call.at, *(at for at, found in differing.items() if not found & read and at > call.at)]
+                if len(members) < FEWEST or not surroundings.is_known:
+                    raise Uncopied("has too few like it")
+        except (Uncopied, Unknown) as error:
+            if known is not None:
+                raise Unlike from error
+            self._given_up[id(call.layers)] += 1
+            run.nodes |= {("other", i): node for i, node in enumerate(self._traced.nodes_after(last))}
+            return returned
+        if known is None:
+            run.template = _Template(operands.layer, run.regions, members, surroundings, part, results)
+            self._first.append(run)
+        elif (part.describe(), results.key) != (known.forward.describe(), known.results.key):
+            raise Unlike
+        run.nodes |= part.own
+        followed = [results.tensors[i] for i in results.followed]
+        left = dict(zip(results.followed, _LeaveLayer.apply(run, *followed) if followed else ()))
+        return results.build([left.get(i, x) for i, x in enumerate(results.tensors)])
+
+    def _enter(self, run: _Layer) -> None:
+        """Note a layer with borders, or a copy. Autograd adds up what such a layer gives for a value before it adds
+        what others give: so no other layer may compute with that.
+
+        Raises:
+            Unlike: where another one does.
+        """
+        self._runs.append(run)
+        followed = {run.operands.nodes[i] for i in run.operands.followed}
+        if followed & self._followed:
+            raise Unlike
+        self._followed |= followed
+
+    def _copy(self, run: _Layer, template: _Template) -> Any:
+        self._enter(run)
+        operands, results = run.operands, template.results
+        made: list[Any] = [None] * len(results.names)
+
+        def copy() -> tuple[Tensor, ...]:
+            with no_functions(), no_transforms():
+                run.nodes |= template.forward.copy(run.nodes, run.change)
+                made[:] = [self._make(run.nodes[name]) for name in results.names]
+            return tuple(made[i] for i in results.followed)
+
+        followed = _CopyLayer.apply(run, copy, *operands.list_followed()) if results.followed else copy()
+        for i, x in zip(results.followed, followed):
+            made[i] = x
+        return results.build(made)
+
+    def _take(self, last: Node | None, nodes: Mapping[Name, Node], kind: str) -> TracePart:
+        """What was recorded behind a node, beside `nodes` by name."""
+        with no_functions(), no_transforms():
+            return TracePart(self._traced, self.repeats, last, nodes, kind)
+
+    def _make(self, node: Node) -> Tensor:
+        """A new tensor for the value of a node."""
+        return self.repeats.make_alias(node.meta["val"], node)
+
+    def begin_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> tuple[Any, dict[Name, Node]]:
+        """The key of the cotangents of a layer, and all nodes that its backward pass may compute with."""
+        names = {node: name for name, node in reversed(run.nodes.items())}
+        described = [None if x is None else self.repeats.describe_tensor(unwrap(x)) for x in cotangents]
+        memory = [None if x is None else storage_key(unwrap(x)) for x in cotangents]
+        key = [
+            each if each is None else (each[0], names.get(each[1]), memory.index(of))
+            for each, of in zip(described, memory)
+        ]
+        nodes = {("cotangent", i): each[1] for i, each in enumerate(described) if each is not None}
+        return key, {**run.nodes, **{name: node for name, node in nodes.items() if node not in names}}
+
+    def end_backward(self, run: _Layer, gradients: Sequence[Tensor | None]) -> None:
+        """Note what the backward pass of a layer has recorded."""
+        if run.begin is None or run.template is None:
+            return
+        (key, nodes, last), run.begin = run.begin, None
+        part = self._take(last, nodes, "backward")
+        made = [None if x is None else part.names[self.repeats.describe_tensor(unwrap(x))[1]] for x in gradients]
+        this, known = _BackwardPart(key, part, made), run.template.backward
+        run.nodes |= part.own
+        if known is None:
+            run.template.backward = this
+        elif known.key == key and known.describe() != this.describe():
+            raise Unlike
+
+    def copy_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of a layer that is a copy."""
+        key, nodes = self.begin_backward(run, cotangents)
+        known = run.template.backward if run.template is not None else None
+        if known is None or known.key != key:
+            raise Unlike
+        with no_functions(), no_transforms():
+            made = {**nodes, **known.part.copy(nodes, run.change)}
+            return [None if name is None else self._make(made[name]) for name in known.gradients]
+
+    def start_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> None:
+        """Note where the backward pass of a layer begins that runs."""
+        if run.template is not None:
+            run.begin = (*self.begin_backward(run, cotangents), self._traced.find_last())
+
+    def finish(self) -> None:
+        """Check, behind the step, what a layer cannot know while it runs.
+
+        Raises:
+            Unlike: where a value of the first layer is used outside of it, where a value that autograd follows goes
+                into a layer and elsewhere, and where memory of a layer is written into outside of it.
+        """
+        for run in self._runs:
+            own = set(run.nodes.values())
+            for i in run.operands.followed:
+                others = (node for node in run.operands.nodes[i].users if node not in own)
+                if not all(get_mark(node).in_backward for node in others):
+                    raise Unlike
+        for run in self._first:
+            own = set(run.nodes.values())
+            assert run.template is not None
+            results = {run.nodes[name] for name in run.template.results.names}
+            for node in run.template.forward.nodes:
+                if node not in results and not own.issuperset(node.users):
+                    raise Unlike
+        inside = {node for run in self._runs for name, node in run.nodes.items() if name[0] != "given"}
+        memory = {storage(node) for run in self._runs for node in run.nodes.values()}
+        for node in self._traced.graph.nodes:
+            if node not in inside and any(storage(x) in memory for x in find_writes(node)):
+                raise Unlike
+
+
+MOST = 3
+"""Layers of a list that may turn out to have too few like them."""
+
+
+def _find_differing(layers: Any, at: int) -> dict[int, set[Attribute]]:
+    """Position -> the attributes in which a layer of a list differs from the one at a position, for those that differ
+    in nothing else."""
+    children = list(layers)
+    found = {i: find_differences(children[at], child) for i, child in enumerate(children) if i != at}
+    return {i: each for i, each in found.items() if each is not None}
+
+
+def _list_attributes(layer: nn.Module) -> list[Any]:
+    """What the modules of a layer hold, by identity."""
+    return [
+        (name, id(x))
+        for part in layer.modules()
+        for name, x in (*vars(part).items(), *part._parameters.items(), *part._buffers.items())
+    ]
+
+
+class _EnterLayer(torch.autograd.Function):
+    """`(run, *tensors)`, from the operands of a layer that runs to other tensors for the same values. The transpose
+    ends the backward pass of the layer: autograd runs it behind all others of the layer, because it was made first."""
+
+    @staticmethod
+    def forward(run: _Layer, *tensors: FakeTensor) -> tuple[Tensor, ...]:
+        return tuple(run.layers.repeats.make_again(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.run = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ctx.run.layers.end_backward(ctx.run, gradients)
+        return None, *gradients
+
+
+class _LeaveLayer(torch.autograd.Function):
+    """`(run, *tensors)`, from the results of a layer that runs to other tensors for the same values. The transpose
+    begins the backward pass of the layer."""
+
+    forward = staticmethod(_EnterLayer.forward)
+    setup_context = staticmethod(_EnterLayer.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        ctx.run.layers.start_backward(ctx.run, cotangents)
+        return None, *cotangents
+
+
+class _CopyLayer(torch.autograd.Function):
+    """`(run, copy, *tensors)`, from the operands that autograd follows to what `copy()` returns. The transpose is a
+    copy, too."""
+
+    @staticmethod
+    def forward(run: _Layer, copy: Callable[[], tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return copy()
+
+    setup_context = staticmethod(_EnterLayer.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.run.layers.copy_backward(ctx.run, cotangents)

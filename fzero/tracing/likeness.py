@@ -1,0 +1,216 @@
+"""Likeness of layers: whether two modules are equal but for their tensors, and whether code has changed what it reads.
+
+A layer's index differs from that of the next one, and most layers never read it. So attributes that differ are watched
+while the first layer runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.base.changes import take_content
+from fzero.base.installed import is_installed
+from fzero.base.reachable import is_of_library
+from fzero.values.layers import is_handed_over
+
+Attribute = tuple[str, str]
+"""The path of a module in a layer, and the name of an attribute."""
+
+_ATOMS: frozenset[Any] = frozenset(
+    (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, range)
+)
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+_BY_NAME = frozenset({"globals", "vars", "eval", "exec", "__dict__", "locals", "import_module", "__import__"})
+"""Names in code that may read what no name in it says."""
+
+
+def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
+    """The attributes in which two layers differ. None where they differ in more than values of attributes: in the
+    classes or the names of what they are made of."""
+    found: set[Attribute] = set()
+    parts, others = dict(a.named_modules()), dict(b.named_modules())
+    if parts.keys() != others.keys():
+        return None
+    pairs = {id(part): others[path] for path, part in parts.items()}
+    for path, part in parts.items():
+        other = others[path]
+        if type(part) is not type(other) or any(
+            x is not None for x in (*part._buffers.values(), *other._buffers.values())
+        ):
+            return None
+        mine, its = vars(part), vars(other)
+        if mine.keys() != its.keys() or _list_parameters(part) != _list_parameters(other):
+            return None
+        for name, x in mine.items():
+            y = its[name]
+            if name in _TABLES or x is y or (name == "forward" and is_handed_over(x) and is_handed_over(y)):
+                continue
+            if not _is_equal(x, y, pairs):
+                found.add((path, name))
+    return found
+
+
+def _list_parameters(module: nn.Module) -> list[tuple[str, bool | None]]:
+    """The parameters of a module, and whether autograd follows them."""
+    return [(name, None if x is None else x.requires_grad) for name, x in module._parameters.items()]
+
+
+def _is_equal(x: Any, y: Any, pairs: dict[int, Any]) -> bool:
+    """Whether two values are equal and stay so. `pairs` has the module of the other layer for each of the one's."""
+    if x is y:
+        return not isinstance(x, Tensor)
+    cls = type(x)
+    if cls is not type(y):
+        return False
+    if cls in _ATOMS:
+        return bool(x == y)
+    if cls in (list, tuple):
+        return len(x) == len(y) and all(_is_equal(*each, pairs) for each in zip(x, y))
+    if isinstance(x, dict):
+        return list(x) == list(y) and all(_is_equal(x[key], y[key], pairs) for key in x)
+    if cls is set:
+        return all(type(each) in _ATOMS for each in x) and x == y
+    if cls is MethodType:
+        return x.__func__ is y.__func__ and pairs.get(id(x.__self__)) is y.__self__
+    if cls is functools.partial:
+        return _is_equal((x.func, x.args, x.keywords), (y.func, y.args, y.keywords), pairs)
+    return isinstance(x, nn.Module) and pairs.get(id(x)) is y
+
+
+_reads: ContextVar[set[tuple[int, str]] | None] = ContextVar("fzero_reads", default=None)
+
+
+@contextmanager
+def watch_attributes(layer: nn.Module, attributes: set[Attribute]) -> Iterator[Callable[[], set[Attribute]]]:
+    """In this context, reads of some attributes are noted. Gives a function that returns those that were read."""
+    wanted = {path for path, _ in attributes}
+    parts = {path: part for path, part in layer.named_modules() if path in wanted}
+    classes = {path: type(part) for path, part in parts.items()}
+    watched: dict[str, Any] = {path: _watch_class(cls) for path, cls in classes.items()}  # type: ignore[arg-type]
+    seen: set[tuple[int, str]] = set()
+
+    def list_read() -> set[Attribute]:
+        of = {path: {name for i, name in seen if i == id(part)} for path, part in parts.items()}
+        return {
+            (path, name)
+            for path, name in attributes
+            if watched[path] is None or name in of[path] or "__dict__" in of[path]
+        }
+
+    token = _reads.set(seen)
+    try:
+        for path, part in parts.items():
+            part.__class__ = watched[path] or classes[path]
+        yield list_read
+    finally:
+        for path, part in parts.items():
+            part.__class__ = classes[path]
+        _reads.reset(token)
+
+
+@functools.lru_cache(256)
+def _watch_class(cls: Any) -> Any:
+    """A class whose objects note what is read of them. None for a class that does something where another one is made
+    of it."""
+    if any("__init_subclass__" in vars(x) for x in cls.__mro__ if x is not object) or type(cls) is not type:
+        return None
+
+    def read(self: Any, name: str) -> Any:
+        seen = _reads.get()
+        if seen is not None and not (name == "__dict__" and _is_read_by_torch()):
+            seen.add((id(self), name))
+        return cls if name == "__class__" else cls.__getattribute__(self, name)  # type: ignore[call-arg]
+
+    return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
+
+
+def _is_read_by_torch() -> bool:
+    """Whether `nn.Module` looks for a tensor or a module, by its name, in the attributes of an object."""
+    return sys._getframe(2).f_globals.get("__name__") == nn.Module.__module__
+
+
+class ReadGlobals:
+    """What the code that a layer ran has read by the names of globals, as it was then."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self.is_known = False
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the code that runs in this context. Nothing is known where another profiler runs."""
+        if sys.getprofile() is not None:
+            yield
+            return
+        seen: set[CodeType] = set()
+
+        def note(frame: FrameType, event: str, given: Any) -> None:
+            if event == "call" and frame.f_code not in seen:
+                seen.add(frame.f_code)
+                self.is_known &= self._take(frame)
+
+        self.is_known = True
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _take(self, frame: FrameType) -> bool:
+        """Note the globals that the code of a frame names. Returns whether these are all that it may read."""
+        code, held = frame.f_code, frame.f_globals
+        if is_of_library(held.get("__name__")):
+            return True
+        names = set(code.co_names)
+        if names & _BY_NAME:
+            return False
+        for name in names & held.keys():
+            self._note(held, name)
+            module = held[name]
+            if isinstance(module, ModuleType) and not is_of_library(module.__name__):
+                for key in names & vars(module).keys():
+                    self._note(vars(module), key)
+        free = {name: frame.f_locals.get(name) for name in code.co_freevars}
+        if not is_installed(code.co_filename):  # which may bind a variable anew: a decorator does not
+            return all(isinstance(x, (FunctionType, type)) for x in free.values())
+        for name in free:
+            self._note(free, name)
+        return True
+
+    def _note(self, held: dict[str, Any], name: str) -> None:
+        self._held.append((held, name, held[name], _look_into(held[name])))
+
+    def is_same(self) -> bool:
+        """Whether all that was read is what it was."""
+        return all(
+            held.get(name, self) is value and (content is None or _is_same_content(content, _look_into(value)))
+            for held, name, value, content in self._held
+        )
+
+
+_FIXED: tuple[type, ...] = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_ATOMS)
+"""Classes of what does not change. A variable of a decorator is one of these."""
+
+
+def _look_into(value: Any) -> list[Any] | None:
+    """What an object holds, and each key of it. None for an object that holds nothing that may change."""
+    if isinstance(value, _FIXED):
+        return None
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
+    content = take_content(value)
+    return None if content is None else [*content.items, *content.items.values()]
+
+
+def _is_same_content(before: list[Any], now: list[Any] | None) -> bool:
+    return now is not None and len(before) == len(now) and all(map(operator.is_, before, now))
