@@ -19,3 +19,9 @@ def list_roots() -> tuple[str, ...]:
 def is_installed(file: str) -> bool:
     """Whether a file belongs to an installed package or to Python."""
     return file.startswith(list_roots())
+
+
+def find_package(file: str) -> str:
+    """The package, or the module, of an installed file; "" for another file."""
+    root = max((x for x in list_roots() if file.startswith(x)), key=len, default=None)
+    return "" if root is None else file[len(root) :].partition(os.sep)[0].partition(".")[0]

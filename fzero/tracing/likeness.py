@@ -6,20 +6,22 @@ while the first layer runs.
 
 from __future__ import annotations
 
+import cProfile
+import dis
 import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero.base.changes import take_content
-from fzero.base.installed import is_installed
+from fzero.base.installed import find_package, is_installed
 from fzero.base.reachable import is_of_library
 from fzero.values.layers import is_handed_over
 
@@ -149,42 +151,41 @@ class ReadGlobals:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Record the code that runs in this context. Nothing is known where another profiler runs."""
-        if sys.getprofile() is not None:
-            yield
-            return
-        seen: set[CodeType] = set()
-
-        def note(frame: FrameType, event: str, given: Any) -> None:
-            if event == "call" and frame.f_code not in seen:
-                seen.add(frame.f_code)
-                self.is_known &= self._take(frame)
-
-        self.is_known = True
-        sys.setprofile(note)
+        profiler = None if sys.getprofile() is not None else cProfile.Profile(builtins=False, subcalls=False)
+        try:
+            if profiler is not None:
+                profiler.enable()
+        except ValueError:  # so since Python 3.12
+            profiler = None
         try:
             yield
         finally:
-            sys.setprofile(None)
+            if profiler is not None:
+                profiler.disable()
+        if profiler is not None:
+            modules = _list_modules()
+            codes = [x.code for x in profiler.getstats() if isinstance(x.code, CodeType)]
+            self.is_known = all(self._take(code, modules) for code in codes)
 
-    def _take(self, frame: FrameType) -> bool:
-        """Note the globals that the code of a frame names. Returns whether these are all that it may read."""
-        code, held = frame.f_code, frame.f_globals
-        if is_of_library(held.get("__name__")):
+    def _take(self, code: CodeType, modules: dict[str | None, list[ModuleType]]) -> bool:
+        """Note the globals that a code names. Returns whether these are all that it may read."""
+        homes = modules.get(code.co_filename, [])
+        packages = [find_package(code.co_filename), *(home.__name__ for home in homes)]
+        if any(map(is_of_library, packages)) or code.co_filename.startswith("<frozen "):
             return True
+        if code.co_filename == "<string>":  # of a named tuple or a dataclass; of a user, where it reads globals
+            return all(x.argval == "_tuple_new" for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
         names = set(code.co_names)
-        if names & _BY_NAME:
+        has_variables = set(code.co_freevars) - {"__class__"} and not is_installed(code.co_filename)
+        if not homes or names & _BY_NAME or has_variables:  # a variable of a decorator stays what it is
             return False
-        for name in names & held.keys():
-            self._note(held, name)
-            module = held[name]
-            if isinstance(module, ModuleType) and not is_of_library(module.__name__):
-                for key in names & vars(module).keys():
-                    self._note(vars(module), key)
-        free = {name: frame.f_locals.get(name) for name in code.co_freevars}
-        if not is_installed(code.co_filename):  # which may bind a variable anew: a decorator does not
-            return all(isinstance(x, (FunctionType, type)) for x in free.values())
-        for name in free:
-            self._note(free, name)
+        for home in homes:
+            for name in names & vars(home).keys():
+                self._note(vars(home), name)
+                module = vars(home)[name]
+                if isinstance(module, ModuleType) and not is_of_library(module.__name__):
+                    for key in names & vars(module).keys():
+                        self._note(vars(module), key)
         return True
 
     def _note(self, held: dict[str, Any], name: str) -> None:
@@ -200,6 +201,15 @@ class ReadGlobals:
 
 _FIXED: tuple[type, ...] = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_ATOMS)
 """Classes of what does not change. A variable of a decorator is one of these."""
+
+
+def _list_modules() -> dict[str | None, list[ModuleType]]:
+    """The modules of each file. What is typed into a console has the main module's globals."""
+    found: dict[str | None, list[ModuleType]] = {}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            found.setdefault(getattr(module, "__file__", None), []).append(module)
+    return found
 
 
 def _look_into(value: Any) -> list[Any] | None:
