@@ -29,14 +29,12 @@ def ademamix(program: Program, *, b3: float = 0.9999, alpha: float = 8.0, warmup
     check_option("ademamix", "b3", b3, 0 < b3 < 1, "a part of the average to keep, as 0.9999")
     check_option("ademamix", "alpha", alpha, 0 <= alpha < math.inf, "a number from 0, as 8")
     check_option("ademamix", "warmup", warmup, isinstance(warmup, int) and warmup >= 0, "a whole number from 0")
-    updates = (program := program.copy()).graph.find_nodes(
-        op="call_function", target=torch.ops.fzero.scale_by_adam.default
-    )
+    program = program.copy()
+    updates = program.graph.find_nodes(op="call_function", target=torch.ops.fzero.scale_by_adam.default)
     if not updates and not program.is_body:
         raise FzeroError("pass 'ademamix'", "finds no update of Adam", "use fzero.optim.adam or adamw, before='bucket'")
-    for number, node in enumerate(updates):
-        for row in range(len(node.args[0])):
-            program = _add_average(program, node, row, f"ademamix.{number}.{row}", b3, alpha, warmup)
+    for number, node, row in [(i, x, row) for i, x in enumerate(updates) for row in range(len(x.args[0]))]:
+        program = _add_average(program, node, row, f"ademamix.{number}.{row}", b3, alpha, warmup)
     return program
 
 
