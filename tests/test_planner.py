@@ -108,6 +108,38 @@ def test_a_step_of_a_script_is_planned(
         assert said in plan(capsys, *options), said
 
 
+SCRIPT = """
+from __future__ import annotations
+from dataclasses import dataclass
+import fzero, torch
+
+@dataclass
+class Config:
+    width: int = 8
+
+def plan(mesh, tokens=4):
+    from beside_the_script import RATE
+    params = fzero.partition({"w": torch.ones(Config().width, 8)}, mesh)
+    return fzero.grad(lambda params, x: RATE * (x @ params["w"]).square().mean()), (params, torch.ones(4, 8)), tokens
+
+def many(mesh):
+    return plan(mesh, "many")
+"""
+
+
+def test_a_script_may_hold_dataclasses_and_import_late(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, text = tmp_path / "train.py", tmp_path / "train.txt"
+    for each in (file, text):
+        each.write_text(SCRIPT)
+    (tmp_path / "beside_the_script.py").write_text("RATE = 2.0")
+    before = list(sys.path)
+    assert "64 parameters on 2 x" in plan(capsys, "--script", f"{file}:plan", "--mesh", "fsdp=2")
+    assert sys.path == before
+    said = plan(capsys, "--script", f"{file}:many", "--mesh", "fsdp=2")
+    assert "returns 'many' as the tokens of a step; give a function" in said
+    assert "which is no file of Python" in plan(capsys, "--script", f"{text}:plan", "--mesh", "fsdp=2")
+
+
 def test_a_sweep_plans_each_mesh_of_its_ranks_with_the_same_rows(
     capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

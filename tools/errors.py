@@ -251,9 +251,16 @@ def find_assigned(scope: Scope, name: str) -> list[Value]:
         for statement in reversed(block[: block.index(here)]):
             inside = list(walk_assignments(statement, name, (*outer, statement)))
             found += [Value(node, scope._replace(statements=path)) for node, path in inside]
-            if any(path == (*outer, statement) for _, path in inside):
+            if is_assigned(statement, name):
                 return found
     return found
+
+
+def is_assigned(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement surely assigns to a name: itself, or in both blocks of an `if`."""
+    if isinstance(statement, ast.If):
+        return all(any(is_assigned(each, name) for each in block) for block in (statement.body, statement.orelse))
+    return any(path == (statement,) for _, path in walk_assignments(statement, name, (statement,)))
 
 
 def walk_assignments(
@@ -280,7 +287,11 @@ def list_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def same_block(one: Scope, other: Scope) -> bool:
-    return one.statements[:-1] == other.statements[:-1]
+    """Whether two statements of a function stand in one block: those of an `if` and its `else` do not."""
+    if not one.statements or one.statements[:-1] != other.statements[:-1]:
+        return one.statements == other.statements
+    parent = one.statements[-2] if len(one.statements) > 1 else one.functions[0]
+    return any(one.statements[-1] in block and other.statements[-1] in block for block in list_blocks(parent))
 
 
 @functools.cache

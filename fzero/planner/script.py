@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,13 @@ def trace_script(
     Raises:
         FzeroError: for what is no such function; as `fzero.simulate`.
     """
-    made = find_function(script)(mesh)
+    with import_from(Path(script.rpartition(":")[0]).parent):
+        made = find_function(script)(mesh)
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[1], tuple)):
         raise FzeroError(f"--script {script}", f"returns {made!r:.80}", WAY_OUT)
     train_step, arguments, tokens = made
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise FzeroError(f"--script {script}", f"returns {tokens!r:.80} as the tokens of a step", WAY_OUT)
     held = [leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Sharded)]
     if not held:
         raise FzeroError(
@@ -44,24 +48,33 @@ def trace_script(
     step.schedule_for(rates)
     program = step.trace(*arguments)
     parameters = sum(leaf.numel() for leaf in tree.leaves(arguments[:1]) if isinstance(leaf, Tensor))
-    return Traced(program, parameters, int(tokens))
+    return Traced(program, parameters, tokens)
 
 
 def find_function(script: str) -> Callable[[VirtualMesh], Any]:
-    """The function that `FILE:FUNCTION` names. The file runs as a module, whose folder it imports from."""
+    """The function that `FILE:FUNCTION` names. The file runs as a module of its own name."""
     file, _, name = script.rpartition(":")
     path = Path(file)
-    if not path.is_file():
-        raise FzeroError(f"--script {script}", f"has no file {file!r}", "give FILE:FUNCTION, as in train.py:plan")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or path.suffix != ".py":
+        problem = f"has no file {file!r}" if not path.is_file() else f"has {file!r}, which is no file of Python"
+        raise FzeroError(f"--script {script}", problem, "give FILE:FUNCTION, as in train.py:plan")
+    spec = importlib.util.spec_from_file_location(f"script {path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
     found: Any = getattr(module, name, None)
     if not callable(found):
         raise FzeroError(f"--script {script}", f"has no function {name!r}", WAY_OUT)
     return found
+
+
+@contextmanager
+def import_from(folder: Path) -> Iterator[None]:
+    """Let imports find the modules of a folder first, in a block."""
+    here = str(folder.resolve())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

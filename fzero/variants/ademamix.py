@@ -3,7 +3,7 @@
     m2 = b3 m2 + (1 - b3) g,  which is state of the pass, like the leaf
     update = (m1 / (1 - b1^t) + alpha m2) / (sqrt(v / (1 - b2^t)) + eps)
 
-The pass moves no bytes, and keeps a number more for each element of a rank's slices.
+The pass moves no bytes, and keeps a float32 number more for each element of a rank's slices.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def ademamix(program: Program, *, b3: float = 0.9999, alpha: float = 8.0, warmup
     updates = program.graph.find_nodes(op="call_function", target=torch.ops.fzero.scale_by_adam.default)
     if not updates and not program.is_body:
         raise FzeroError("pass 'ademamix'", "finds no update of Adam", "use fzero.optim.adam or adamw, before='bucket'")
-    for number, node, (grads, *_) in ((i, x, x.args) for i, x in enumerate(updates)):
-        for row in range(len(grads)):
-            program = _add_average(program, node, row, f"ademamix.{number}.{row}", b3, alpha, warmup)
+    for number, node, row in [(i, x, row) for i, x in enumerate(updates) for row in range(len(x.args[0]))]:
+        program = _add_average(program, node, row, f"ademamix.{number}.{row}", b3, alpha, warmup)
     return program
 
 
 def _add_average(program: Program, node: Any, row: int, path: str, b3: float, alpha: float, warmup: int) -> Program:
     grads, firsts, _, count, b1, b2, eps = node.args
     results = {at: {row: y for y in x.users for _, row in [y.args]} for x in node.users for _, at in [x.args]}
-    update, second, (program, old) = results[0][row], results[2][row], program.add_state(path, like=firsts[row])
+    update, second = results[0][row], results[2][row]
+    wide = torch.promote_types(firsts[row].meta["val"].dtype, torch.float32)  # in bfloat16 a b3 of 0.9999 is 1
+    program, old = program.add_state(path, like=firsts[row], dtype=wide)
     emit, users, ends = program.emit, list(update.users), (math.log(b1 or 1e-9), math.log(b3))
     with program.graph.inserting_before(max(update, second).next):
         done = emit(aten.clamp_max.default, emit(aten.div.Scalar, count, max(1, warmup)), 1.0)
         slope = emit(aten.add.Scalar, emit(aten.mul.Scalar, done, ends[0] - ends[1]), ends[1])
         keep = emit(aten.exp.default, emit(aten.mul.Scalar, emit(aten.reciprocal.default, slope), ends[0] * ends[1]))
-        grad = emit(aten._to_copy.default, grads[row], dtype=old.meta["val"].dtype)
-        new = emit(aten.lerp.Tensor, grad, old, keep)
+        new = emit(aten.lerp.Tensor, emit(aten._to_copy.default, grads[row], dtype=wide), old, keep)
         unbiased = emit(aten.div.Tensor, second, emit(aten.rsub.Scalar, emit(aten.pow.Scalar, b2, count), 1.0))
         scale = emit(aten.add.Scalar, emit(aten.sqrt.default, unbiased), eps)
         slow = emit(aten.div.Tensor, emit(aten.mul.Tensor, new, emit(aten.mul.Scalar, done, alpha)), scale)

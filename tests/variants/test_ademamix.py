@@ -69,6 +69,18 @@ def test_updates_are_those_of_the_definition(warmup: int, stage: int) -> None:
         torch.testing.assert_close(fzero.unpartition(got), wanted, rtol=1e-4, atol=1e-7)
 
 
+def test_the_average_of_bfloat16_gradients_is_float32() -> None:
+    """In bfloat16 a b3 of 0.9999 is 1, and the average would stay 0."""
+    step = fzero.simulate(train_step, MESH, passes=passes.insert(passes.defaults(stage=3), ademamix, before="bucket"))
+    narrow, x = tree.map(lambda leaf: leaf.bfloat16(), weights()), torch.randn(8, 6).bfloat16()
+    params = fzero.partition(narrow, MESH)
+    opt_state = OPTIMIZER.init(params)
+    state = step.init_pass_state(params, opt_state, x)
+    _, state = step(params, opt_state, x, pass_state=state)
+    for average, grad in zip(state.values(), tree.leaves(clip(fzero.grad(loss_of)(narrow, x)))):
+        torch.testing.assert_close(fzero.unpartition(average), 1e-4 * grad.float(), rtol=0.1, atol=1e-6)
+
+
 def test_a_step_without_adam_and_wrong_options_are_refused_by_name() -> None:
     step = fzero.simulate(
         fzero.grad(loss_of), MESH, passes=passes.insert(passes.defaults(stage=3), ademamix, before="bucket")
