@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.program.flops import count_flops
 from fzero.program.hardware import Hardware
@@ -53,9 +54,15 @@ class Forecast(NamedTuple):
 
 
 def summarize(traced: Traced) -> Forecast:
-    """What a step takes."""
+    """What a step takes.
+
+    Raises:
+        FzeroError: for a step that takes no time.
+    """
     program, parameters, tokens = traced
     timeline, moved = program.timeline(), Counter[str]()
+    if timeline.seconds == 0:
+        raise FzeroError(program.name, "computes and moves nothing", "give a step that trains")
     for entry in program.comm():
         if program.mesh.size(entry.axis) > 1:
             moved[entry.axis] += entry.nbytes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero import FzeroError, Program, ops
-from fzero.variants.options import check_option
+from fzero.variants.options import check_meetings
 from fzero.variants.origins import return_instead
 from fzero.variants.workers import train_apart
 
@@ -33,8 +33,7 @@ def diloco(
             without the axis or with model axes; where the step has a loop, trains a leaf that every rank holds,
             returns nothing in the place of a leaf that it trains, or has other state of integers that workers change.
     """
-    check_option("diloco", "rate", rate, 0 < rate < float("inf"), "a number above 0, as 0.7")
-    check_option("diloco", "momentum", momentum, 0 <= momentum < 1, "a number in [0, 1), as 0.9")
+    check_meetings("diloco", rate, momentum)
     program, states = train_apart(program, "diloco", axis)
     shared = dict[int, Any]()
     for argument, at, old, new, role in states:

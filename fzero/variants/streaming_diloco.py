@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from fzero import FzeroError, Program, ops
-from fzero.variants.options import check_option
+from fzero import Program, ops
+from fzero.variants.options import check_fragments, check_meetings, check_option
 from fzero.variants.origins import return_instead
-from fzero.variants.workers import train_apart
+from fzero.variants.workers import list_weights, train_apart
 
 
 def plan_step(number: int, *, every: int, fragments: int, delay: int) -> dict[str, Any]:
     """The options of step `number`, from 0: each fragment is sent once in `every` steps, and taken `delay` later."""
     check_option("streaming_diloco", "delay", delay, 0 <= delay < every, f"a number of steps below every={every}")
+    check_fragments("streaming_diloco", fragments)
     since = [(number + 1 - fragment * every // fragments) % every for fragment in range(fragments)]
     takes = [i for i, x in enumerate(since) if x == delay and number >= delay]
     return {"sends": [i for i, x in enumerate(since) if x == 0], "takes": takes, "fragments": fragments}
@@ -36,14 +37,13 @@ def streaming_diloco(
     Raises:
         FzeroError: as `diloco`; for a mix outside of [0, 1]; where workers change other state.
     """
+    check_meetings("streaming_diloco", rate, momentum)
+    check_fragments("streaming_diloco", fragments, sends=sends, takes=takes)
     check_option("streaming_diloco", "mix", mix, 0 <= mix <= 1, "a part of a worker's own weights, as 0.5")
     program, states = train_apart(program, "streaming_diloco", axis)
-    buckets, shared = list(dict.fromkeys(x.argument.bucket for x in states if x.role == "weight")), dict[int, Any]()
-    for argument, at, old, new, role in states:
-        if role == "beside":
-            raise FzeroError(argument.path, "differs between workers, and belongs to no fragment", "use diloco")
-        if role != "weight":
-            continue
+    weights, shared = list_weights(states), dict[int, Any]()
+    buckets = list(dict.fromkeys(x.argument.bucket for x in weights))
+    for argument, at, old, new, _ in weights:
         path, fragment = f"streaming_diloco.{argument.path}", buckets.index(argument.bucket) % fragments
         program, before = program.add_state(f"{path}.momentum", like=old)
         program, mean = program.add_state(f"{path}.mean", like=old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -88,5 +89,19 @@ def test_without_delay_and_mixture_it_is_diloco() -> None:
 def test_options_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(FzeroError, match="pass 'streaming_diloco': has mix=2; give a part"):
         streaming_diloco(None, sends=[], takes=[], fragments=1, mix=2)  # type: ignore
+    for wrong in (
+        {"rate": float("nan")},
+        {"momentum": 5},
+        {"fragments": 0},
+        {"fragments": 1.5},
+        {"sends": [5]},
+        {"takes": [7]},
+    ):
+        ((option, value),) = wrong.items()
+        given: Any = {"sends": [], "takes": [], "fragments": 2} | wrong
+        with pytest.raises(FzeroError, match=re.escape(f"pass 'streaming_diloco': has {option}={value}; give ")):
+            streaming_diloco(None, **given)  # type: ignore
+    with pytest.raises(FzeroError, match="pass 'streaming_diloco': has fragments=0; give a whole number from 1"):
+        plan_step(0, every=4, fragments=0, delay=1)
     with pytest.raises(FzeroError, match="pass 'streaming_diloco': has delay=4; give a number of steps below every=4"):
         plan_step(0, every=4, fragments=2, delay=4)
