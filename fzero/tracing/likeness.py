@@ -7,20 +7,20 @@ while the first layer runs.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fzero.base.changes import take_content
 from fzero.base.installed import is_installed
-from fzero.base.reachable import is_of_library
+from fzero.base.reachable import is_of_library, list_names
+from fzero.tracing.contents import Contents
 from fzero.values.layers import is_handed_over
 
 Attribute = tuple[str, str]
@@ -73,10 +73,10 @@ def _is_equal(x: Any, y: Any, pairs: dict[int, Any]) -> bool:
     if cls is not type(y):
         return False
     if cls in _ATOMS:
-        return bool(x == y)
+        return bool(x == y) and (cls is not float or repr(x) == repr(y))  # 0.0 is no -0.0
     if cls in (list, tuple):
         return len(x) == len(y) and all(_is_equal(*each, pairs) for each in zip(x, y))
-    if isinstance(x, dict):
+    if cls in (dict, OrderedDict):
         return list(x) == list(y) and all(_is_equal(x[key], y[key], pairs) for key in x)
     if cls is set:
         return all(type(each) in _ATOMS for each in x) and x == y
@@ -143,8 +143,16 @@ class ReadGlobals:
     """What the code that a layer ran has read by the names of globals, as it was then."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self.is_known = False
+        self._named: list[tuple[dict[str, Any], str, Any]] = []
+        self._contents = Contents()
+        self._is_recorded = False
+        self.inner_names: set[str] = set()
+        """What functions name that the code has made: hooks of gradients, which run behind it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether that is all that the code may have read."""
+        return self._is_recorded and self._contents.is_known
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -157,9 +165,9 @@ class ReadGlobals:
         def note(frame: FrameType, event: str, given: Any) -> None:
             if event == "call" and frame.f_code not in seen:
                 seen.add(frame.f_code)
-                self.is_known &= self._take(frame)
+                self._is_recorded &= self._take(frame)
 
-        self.is_known = True
+        self._is_recorded = True
         sys.setprofile(note)
         try:
             yield
@@ -172,14 +180,13 @@ class ReadGlobals:
         if is_of_library(held.get("__name__")):
             return True
         names = set(code.co_names)
+        self.inner_names.update(*(list_names(x) for x in code.co_consts if isinstance(x, CodeType)))
         if names & _BY_NAME:
             return False
         for name in names & held.keys():
             self._note(held, name)
             module = held[name]
-            if isinstance(module, ModuleType) and not is_of_library(module.__name__):
-                for key in names & vars(module).keys():
-                    self._note(vars(module), key)
+            self._note_attributes(module, names, set())
         free = {name: frame.f_locals.get(name) for name in code.co_freevars}
         if not is_installed(code.co_filename):  # which may bind a variable anew: a decorator does not
             return all(isinstance(x, (FunctionType, type)) for x in free.values())
@@ -187,30 +194,18 @@ class ReadGlobals:
             self._note(free, name)
         return True
 
+    def _note_attributes(self, module: Any, names: set[str], seen: set[int]) -> None:
+        """Note what code reads of a user's module, and of modules in it."""
+        if isinstance(module, ModuleType) and not is_of_library(module.__name__) and id(module) not in seen:
+            seen.add(id(module))
+            for key in names & vars(module).keys():
+                self._note(vars(module), key)
+                self._note_attributes(vars(module)[key], names, seen)
+
     def _note(self, held: dict[str, Any], name: str) -> None:
-        self._held.append((held, name, held[name], _look_into(held[name])))
+        self._named.append((held, name, held[name]))
+        self._contents.add(held[name])
 
     def is_same(self) -> bool:
         """Whether all that was read is what it was."""
-        return all(
-            held.get(name, self) is value and (content is None or _is_same_content(content, _look_into(value)))
-            for held, name, value, content in self._held
-        )
-
-
-_FIXED: tuple[type, ...] = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_ATOMS)
-"""Classes of what does not change. A variable of a decorator is one of these."""
-
-
-def _look_into(value: Any) -> list[Any] | None:
-    """What an object holds, and each key of it. None for an object that holds nothing that may change."""
-    if isinstance(value, _FIXED):
-        return None
-    if isinstance(value, ContextVar):
-        return [value.get(None)]
-    content = take_content(value)
-    return None if content is None else [*content.items, *content.items.values()]
-
-
-def _is_same_content(before: list[Any], now: list[Any] | None) -> bool:
-    return now is not None and len(before) == len(now) and all(map(operator.is_, before, now))
+        return all(held.get(name, self) is x for held, name, x in self._named) and self._contents.is_same()
