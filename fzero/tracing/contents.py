@@ -16,7 +16,7 @@ _MOST = 20_000
 """Objects that are looked at."""
 
 
-class Contents:
+class HeldContents:
     """What some objects held when they were added, by identity. Parameters of modules do not count. `is_known` is false
     where that is too much to look at."""
 
@@ -29,25 +29,25 @@ class Contents:
         waiting = [root]
         while waiting:
             value = waiting.pop()
-            if id(value) in self._held or _holds_nothing(value):
+            if id(value) in self._held or _is_empty(value):
                 continue
             if len(self._held) == _MOST:
                 self.is_known = False
                 return
-            held = _list_held(value)
+            held = _list_contents_of(value)
             self._held[id(value)] = value, held
             waiting += held
 
     def is_same(self) -> bool:
         """Whether all objects hold what they held."""
         for value, before in self._held.values():
-            now = _list_held(value)
+            now = _list_contents_of(value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
         return True
 
 
-def _holds_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     if isinstance(value, (Tensor, ModuleType, BuiltinFunctionType)):
         return True
     if isinstance(value, (type, FunctionType)):
@@ -55,7 +55,7 @@ def _holds_nothing(value: Any) -> bool:
     return is_of_no_one(value)
 
 
-def _list_held(value: Any) -> list[Any]:
+def _list_contents_of(value: Any) -> list[Any]:
     """What an object holds itself, with keys, and its class where that is a user's."""
     if isinstance(value, dict):
         held = [*_list_items(value), *_list_items(getattr(value, "__dict__", {}))]

@@ -23,7 +23,7 @@ from fzero.base.torch_private import FakeTensor, no_functions, no_transforms, st
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, storage
-from fzero.tracing.contents import Contents
+from fzero.tracing.contents import HeldContents
 from fzero.tracing.copies import Name, TracePart, Uncopied
 from fzero.tracing.layer_values import LayerResults, Operands
 from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, watch_attributes
@@ -62,7 +62,7 @@ class _Template:
     regions: tuple[Region, ...]
     members: dict[int, set[Attribute]]
     surroundings: ReadGlobals
-    contents: Contents
+    contents: HeldContents
     forward: TracePart
     results: LayerResults
     backward: _BackwardPart | None = None
@@ -153,7 +153,7 @@ class Layers:
         surroundings = ReadGlobals()
         differing = {} if known is not None else _find_differing(call.layers, call.at)
         attributes = {each for found in differing.values() for each in found}
-        contents = Contents()
+        contents = HeldContents()
         contents.add(operands.layer)
         self._is_inside = True
         try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fzero.base.installed import is_installed
 from fzero.base.reachable import is_of_library, list_names
-from fzero.tracing.contents import Contents
+from fzero.tracing.contents import HeldContents
 from fzero.values.layers import is_handed_over
 
 Attribute = tuple[str, str]
@@ -144,7 +144,7 @@ class ReadGlobals:
 
     def __init__(self) -> None:
         self._named: list[tuple[dict[str, Any], str, Any]] = []
-        self._contents = Contents()
+        self._contents = HeldContents()
         self._is_recorded = False
         self.inner_names: set[str] = set()
         """What functions name that the code has made: hooks of gradients, which run behind it."""
