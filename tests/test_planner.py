@@ -90,8 +90,7 @@ def test_a_step_of_a_script_is_planned(
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     file = tmp_path / "train.py"
     file.write_text(
-        code.replace("50304", "64").replace("1024", "16").replace("1025", "17")
-        + "\nnothing = lambda mesh: 3\nidle = lambda mesh: (lambda x: x, (torch.zeros(2),), 1)\n"
+        code.replace("50304", "64").replace("1024", "16").replace("1025", "17") + "\nnothing = lambda mesh: 3\n"
     )
     monkeypatch.setitem(sys.modules, "fzero.planner.forecast", None)
     given = ("--script", f"{file}:plan", "--mesh", "fsdp=2")
@@ -102,7 +101,6 @@ def test_a_step_of_a_script_is_planned(
     for options, said in (
         ((*given, "--batch", "2"), "--batch: is for --config"),
         (("--script", f"{file}:nothing", "--mesh", "fsdp=2"), "returns 3; give a function of a mesh"),
-        (("--script", f"{file}:idle", "--mesh", "fsdp=2"), "computes and moves nothing; give a step that trains"),
         (("--script", f"{file}:other", "--mesh", "fsdp=2"), "has no function 'other'"),
         (("--script", "train.py", "--mesh", "fsdp=2"), "has no file"),
         ((*given[:2], "--sweep", "2"), "--script: makes a step of one mesh"),

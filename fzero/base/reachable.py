@@ -85,7 +85,7 @@ def walk_with_contents(name: str, root: Any, limit: int = LIMIT) -> Iterator[tup
 def walk_inside(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
     """`walk` through what objects hold themselves: without globals that functions name, and without classes. Empty
     containers, which may be filled later, are visited."""
-    for place, value, _ in _walk(name, root, list_contents, limit, _is_of_no_one):
+    for place, value, _ in _walk(name, root, list_contents, limit, is_of_no_one):
         yield place, value
 
 
@@ -114,10 +114,10 @@ def find_tensor(held: Any) -> str | None:
 
 def _is_empty(value: Any) -> bool:
     """Whether an object is known to hold nothing of the user's."""
-    return (type(value) in _CONTAINERS and not value) or _is_of_no_one(value)
+    return (type(value) in _CONTAINERS and not value) or is_of_no_one(value)
 
 
-def _is_of_no_one(value: Any) -> bool:
+def is_of_no_one(value: Any) -> bool:
     """Whether an object is of a class whose objects hold nothing of the user's."""
     if isinstance(value, type):
         return is_of_library(value.__module__)

@@ -94,9 +94,12 @@ class TracePart:
         args, kwargs = (_replace(x, lambda each: self.names.get(each, each), key_of) for x in (step.args, step.kwargs))
         return step.node.target, args, kwargs, self._repeats.describe_forms(step.forms)
 
-    def copy(self, given: Mapping[Name, Node], change: Callable[[Mark], Mark]) -> dict[Name, Node]:
-        """Trace the operations of the part again, with other values `given` by name. Each new node has the line of the
-        node that it copies, and its mark after a `change`. Returns the nodes by name."""
+    def copy(
+        self, given: Mapping[Name, Node], change: Callable[[Mark], Mark], lines: Mapping[str, str]
+    ) -> dict[Name, Node]:
+        """Trace the operations of the part again, with other values `given` by name. Each new node has the mark of the
+        node that it copies, after a `change`, and its line, or the one that `lines` has for it. Returns the nodes by
+        name."""
         made, find, new = dict(given), self._repeats.make_value, Nodes()
         for node, name in self.names.items():
             if name in given:
@@ -112,7 +115,8 @@ class TracePart:
                     value = new[needed[0]].meta["val"][args[1]]
                 else:
                     value = find(forms, [new[x].meta["val"] for x in needed])
-                meta = {**marks[mark], "val": value, "stack_trace": node.meta["stack_trace"]}
+                line = node.meta["stack_trace"]
+                meta = {**marks[mark], "val": value, "stack_trace": lines.get(line, line)}
                 args, kwargs = _fill(args, new), _fill(kwargs, new) if kwargs else kwargs
                 new[node] = made[name] = self._traced.emit_as(node, args, kwargs, meta)
         return made

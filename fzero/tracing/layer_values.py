@@ -52,7 +52,7 @@ class Operands:
             return self._places[id(leaf)]
         if type(leaf) not in _PLAIN:
             raise Unknown
-        return type(leaf), leaf
+        return type(leaf), repr(leaf) if type(leaf) in (float, complex) else leaf  # 0.0 is no -0.0
 
     def list_followed(self) -> list[Tensor]:
         """The tensors that autograd follows."""

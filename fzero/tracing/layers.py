@@ -23,11 +23,13 @@ from fzero.base.torch_private import FakeTensor, no_functions, no_transforms, st
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, storage
+from fzero.tracing.contents import HeldContents
 from fzero.tracing.copies import Name, TracePart, Uncopied
 from fzero.tracing.layer_values import LayerResults, Operands
 from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, watch_attributes
 from fzero.tracing.loops import find_captures, may_be_loop
 from fzero.tracing.repeats import Repeats, Unknown
+from fzero.tracing.user_line import current_user_line
 from fzero.values.layers import FEWEST, LayerCall
 from fzero.values.regions import Mark, Region, current_mark, get_mark
 
@@ -39,11 +41,12 @@ class Unlike(BaseException):
 @dataclass(eq=False)
 class _BackwardPart:
     """What the backward pass of a layer records, for cotangents of a `key`. `gradients` are names of nodes, None for
-    no gradient."""
+    no gradient, and `line` is the user's that called the layer."""
 
     key: Any
     part: TracePart
     gradients: list[Any]
+    line: str
 
     def describe(self) -> Any:
         return self.part.describe(), self.gradients
@@ -51,26 +54,35 @@ class _BackwardPart:
 
 @dataclass(eq=False)
 class _Template:
-    """A layer that has run, and those that are equal to it: their positions, `members`."""
+    """A layer that has run, and those that are equal to it: position -> the attributes in which one differs, which the
+    layer did not read. `contents` are those of the layer."""
 
     layer: nn.Module
+    line: str
     regions: tuple[Region, ...]
-    members: list[int]
+    members: dict[int, set[Attribute]]
     surroundings: ReadGlobals
+    contents: HeldContents
     forward: TracePart
     results: LayerResults
     backward: _BackwardPart | None = None
+
+    def stands_for(self, at: int, layer: nn.Module) -> bool:
+        """Whether a layer is like this one still, and would read what this one has read."""
+        found = find_differences(self.layer, layer)
+        is_like = found is not None and found <= self.members[at]
+        return is_like and self.contents.is_same() and self.surroundings.is_same()
 
 
 class _Layer:
     """A layer between its two borders, while it runs, or while it is copied."""
 
-    def __init__(self, layers: Layers, operands: Operands) -> None:
+    def __init__(self, layers: Layers, operands: Operands, line: str) -> None:
         self.layers, self.operands = layers, operands
         self.template: _Template | None = None
         self.nodes: dict[Name, Node] = {("given", i): node for i, node in enumerate(operands.nodes)}
         """The nodes of the operands and of the layer by name."""
-        self.regions = current_mark().regions
+        self.regions, self.line = current_mark().regions, line
         self.copied_regions: dict[Region, Region] = {}
         self.begin: tuple[Any, dict[Name, Node], Node | None] | None = None
 
@@ -92,7 +104,14 @@ class Layers:
         self._is_inside = False
         self._first: list[_Layer] = []
         self._runs: list[_Layer] = []
+        self._backward: list[tuple[_Layer, _BackwardPart]] = []
         self._followed: set[Node] = set()
+        self._is_unlike = False
+
+    def _refuse(self) -> Unlike:
+        """The error that ends this trace, even where code of the step catches it."""
+        self._is_unlike = True
+        return Unlike()
 
     @property
     def is_used(self) -> bool:
@@ -112,16 +131,16 @@ class Layers:
         key = id(call.layers), operands.key, find_ambient(), mark.turns, len(mark.regions), modes
         known = self._templates.setdefault(key, [])
         template = next((x for x in known if call.at in x.members), None)
-        run = _Layer(self, operands)
+        run = _Layer(self, operands, current_user_line())
         if template is None and call.at + FEWEST <= len(call.list_layers()):
             made = self._run(call, run, None)
             if run.template is not None:
                 known.append(run.template)
             return made
-        if template is None or not template.surroundings.is_same():
+        if template is None or not template.stands_for(call.at, run.operands.layer):
             return call.forward(*call.args, **call.kwargs)
         run.template = template
-        if call.at == template.members[-1]:
+        if call.at == max(template.members):
             return self._run(call, run, template)
         return self._copy(run, template)
 
@@ -134,7 +153,8 @@ class Layers:
         surroundings = ReadGlobals()
         differing = {} if known is not None else _find_differing(call.layers, call.at)
         attributes = {each for found in differing.values() for each in found}
-        attributes_before = _list_attributes(operands.layer)
+        contents = HeldContents()
+        contents.add(operands.layer)
         self._is_inside = True
         try:
             with operands.replace(entered) as (args, kwargs), ExitStack() as stack:
@@ -145,29 +165,35 @@ class Layers:
         finally:
             self._is_inside = False
         try:
+            if any(x._backward_hooks for x in entered):  # which would run at another place in the backward pass
+                raise self._refuse()
             part = self._take(last, run.nodes, "forward")
             results = LayerResults(self.repeats, returned, part)
             is_more = before != self._count() or not operands.is_kept(call)
-            if is_more or _list_attributes(operands.layer) != attributes_before:
+            if is_more or not contents.is_same():
                 raise Uncopied("does more than to compute")
             if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
                 raise Uncopied("differentiates by what it captures")
             if known is None:
-                read = list_read()
-                members = [call.at, *(at for at, found in differing.items() if not found & read and at > call.at)]
-                if len(members) < FEWEST or not surroundings.is_known:
+                read, later = list_read(), surroundings.inner_names
+                read |= {(path, name) for path, name in attributes if name in later}
+                members = {at: found for at, found in differing.items() if not found & read and at > call.at}
+                if len(members) + 1 < FEWEST or not (surroundings.is_known and contents.is_known):
                     raise Uncopied("has too few like it")
         except (Uncopied, Unknown) as error:
             if known is not None:
-                raise Unlike from error
+                raise self._refuse() from error
             self._given_up[id(call.layers)] += 1
             run.nodes |= {("other", i): node for i, node in enumerate(self._traced.nodes_after(last))}
             return returned
         if known is None:
-            run.template = _Template(operands.layer, run.regions, members, surroundings, part, results)
+            members[call.at] = set()
+            run.template = _Template(
+                operands.layer, run.line, run.regions, members, surroundings, contents, part, results
+            )
             self._first.append(run)
         elif (part.describe(), results.key) != (known.forward.describe(), known.results.key):
-            raise Unlike
+            raise self._refuse()
         run.nodes |= part.own
         followed = [results.tensors[i] for i in results.followed]
         left = dict(zip(results.followed, _LeaveLayer.apply(run, *followed) if followed else ()))
@@ -183,7 +209,7 @@ class Layers:
         self._runs.append(run)
         followed = {run.operands.nodes[i] for i in run.operands.followed}
         if followed & self._followed:
-            raise Unlike
+            raise self._refuse()
         self._followed |= followed
 
     def _copy(self, run: _Layer, template: _Template) -> Any:
@@ -193,7 +219,7 @@ class Layers:
 
         def copy() -> tuple[Tensor, ...]:
             with no_functions(), no_transforms():
-                run.nodes |= template.forward.copy(run.nodes, run.change)
+                run.nodes |= template.forward.copy(run.nodes, run.change, {template.line: run.line})
                 made[:] = [self._make(run.nodes[name]) for name in results.names]
             return tuple(made[i] for i in results.followed)
 
@@ -230,21 +256,22 @@ class Layers:
         (key, nodes, last), run.begin = run.begin, None
         part = self._take(last, nodes, "backward")
         made = [None if x is None else part.names[self.repeats.describe_tensor(unwrap(x))[1]] for x in gradients]
-        this, known = _BackwardPart(key, part, made), run.template.backward
+        this, known = _BackwardPart(key, part, made, run.line), run.template.backward
         run.nodes |= part.own
+        self._backward.append((run, this))
         if known is None:
             run.template.backward = this
         elif known.key == key and known.describe() != this.describe():
-            raise Unlike
+            raise self._refuse()
 
     def copy_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of a layer that is a copy."""
         key, nodes = self.begin_backward(run, cotangents)
         known = run.template.backward if run.template is not None else None
         if known is None or known.key != key:
-            raise Unlike
+            raise self._refuse()
         with no_functions(), no_transforms():
-            made = {**nodes, **known.part.copy(nodes, run.change)}
+            made = {**nodes, **known.part.copy(nodes, run.change, {known.line: run.line})}
             return [None if name is None else self._make(made[name]) for name in known.gradients]
 
     def start_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> None:
@@ -256,48 +283,47 @@ class Layers:
         """Check, behind the step, what a layer cannot know while it runs.
 
         Raises:
-            Unlike: where a value of the first layer is used outside of it, where a value that autograd follows goes
-                into a layer and elsewhere, and where memory of a layer is written into outside of it.
+            Unlike: where a value of a layer that ran is used outside of it, where a value that autograd follows goes
+                into a layer and elsewhere, where memory of a layer is written into outside of it, and where code of the
+                step has caught one.
         """
+        if self._is_unlike:
+            raise Unlike
         for run in self._runs:
             own = set(run.nodes.values())
             for i in run.operands.followed:
                 others = (node for node in run.operands.nodes[i].users if node not in own)
                 if not all(get_mark(node).in_backward for node in others):
-                    raise Unlike
+                    raise self._refuse()
         for run in self._first:
             own = set(run.nodes.values())
             assert run.template is not None
             results = {run.nodes[name] for name in run.template.results.names}
             for node in run.template.forward.nodes:
                 if node not in results and not own.issuperset(node.users):
+                    raise self._refuse()
+        for run, backward in self._backward:
+            own, results = set(run.nodes.values()), set(backward.gradients)
+            for node in backward.part.nodes:
+                if backward.part.names[node] not in results and not own.issuperset(node.users):
                     raise Unlike
         inside = {node for run in self._runs for name, node in run.nodes.items() if name[0] != "given"}
         memory = {storage(node) for run in self._runs for node in run.nodes.values()}
         for node in self._traced.graph.nodes:
             if node not in inside and any(storage(x) in memory for x in find_writes(node)):
-                raise Unlike
+                raise self._refuse()
 
 
 MOST = 3
 """Layers of a list that may turn out to have too few like them."""
 
 
-def _find_differing(layers: Any, at: int) -> dict[int, set[Attribute]]:
+def _find_differing(layers: nn.Module, at: int) -> dict[int, set[Attribute]]:
     """Position -> the attributes in which a layer of a list differs from the one at a position, for those that differ
     in nothing else."""
-    children = list(layers)
+    children = list(layers.children())
     found = {i: find_differences(children[at], child) for i, child in enumerate(children) if i != at}
     return {i: each for i, each in found.items() if each is not None}
-
-
-def _list_attributes(layer: nn.Module) -> list[Any]:
-    """What the modules of a layer hold, by identity."""
-    return [
-        (name, id(x))
-        for part in layer.modules()
-        for name, x in (*vars(part).items(), *part._parameters.items(), *part._buffers.items())
-    ]
 
 
 class _EnterLayer(torch.autograd.Function):

@@ -9,20 +9,20 @@ from __future__ import annotations
 import cProfile
 import dis
 import functools
-import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fzero.base.changes import take_content
 from fzero.base.installed import find_package, is_installed
-from fzero.base.reachable import is_of_library
+from fzero.base.reachable import is_of_library, list_names
+from fzero.tracing.contents import HeldContents
 from fzero.values.layers import is_handed_over
 
 Attribute = tuple[str, str]
@@ -75,10 +75,10 @@ def _is_equal(x: Any, y: Any, pairs: dict[int, Any]) -> bool:
     if cls is not type(y):
         return False
     if cls in _ATOMS:
-        return bool(x == y)
+        return bool(x == y) and (cls is not float or repr(x) == repr(y))  # 0.0 is no -0.0
     if cls in (list, tuple):
         return len(x) == len(y) and all(_is_equal(*each, pairs) for each in zip(x, y))
-    if isinstance(x, dict):
+    if cls in (dict, OrderedDict):
         return list(x) == list(y) and all(_is_equal(x[key], y[key], pairs) for key in x)
     if cls is set:
         return all(type(each) in _ATOMS for each in x) and x == y
@@ -145,8 +145,16 @@ class ReadGlobals:
     """What the code that a layer ran has read by the names of globals, as it was then."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self.is_known = False
+        self._named: list[tuple[dict[str, Any], str, Any]] = []
+        self._contents = HeldContents()
+        self._is_recorded = False
+        self.inner_names: set[str] = set()
+        """What functions name that the code has made: hooks of gradients, which run behind it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether that is all that the code may have read."""
+        return self._is_recorded and self._contents.is_known
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -165,7 +173,7 @@ class ReadGlobals:
         if profiler is not None:
             modules = _list_modules()
             codes = [x.code for x in profiler.getstats() if isinstance(x.code, CodeType)]
-            self.is_known = all(self._take(code, modules) for code in codes)
+            self._is_recorded = all(self._take(code, modules) for code in codes)
 
     def _take(self, code: CodeType, modules: dict[str | None, list[ModuleType]]) -> bool:
         """Note the globals that a code names. Returns whether these are all that it may read."""
@@ -176,51 +184,33 @@ class ReadGlobals:
         if code.co_filename == "<string>":  # of a named tuple or a dataclass; of a user, where it reads globals
             return all(x.argval == "_tuple_new" for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
         names = set(code.co_names)
+        self.inner_names.update(*(list_names(x) for x in code.co_consts if isinstance(x, CodeType)))
         has_variables = set(code.co_freevars) - {"__class__"} and not is_installed(code.co_filename)
         if not homes or names & _BY_NAME or has_variables:  # a variable of a decorator stays what it is
             return False
         for home in homes:
-            for name in names & vars(home).keys():
-                self._note(vars(home), name)
-                module = vars(home)[name]
-                if isinstance(module, ModuleType) and not is_of_library(module.__name__):
-                    for key in names & vars(module).keys():
-                        self._note(vars(module), key)
+            self._note_names(home, names, set())
         return True
 
-    def _note(self, held: dict[str, Any], name: str) -> None:
-        self._held.append((held, name, held[name], _look_into(held[name])))
+    def _note_names(self, module: ModuleType, names: set[str], seen: set[int]) -> None:
+        """Note what code reads of a module, and of users' modules in it."""
+        seen.add(id(module))
+        for name in names & vars(module).keys():
+            x = vars(module)[name]
+            self._named.append((vars(module), name, x))
+            self._contents.add(x)
+            if isinstance(x, ModuleType) and not is_of_library(x.__name__) and id(x) not in seen:
+                self._note_names(x, names, seen)
 
     def is_same(self) -> bool:
         """Whether all that was read is what it was."""
-        return all(
-            held.get(name, self) is value and (content is None or _is_same_content(content, _look_into(value)))
-            for held, name, value, content in self._held
-        )
-
-
-_FIXED: tuple[type, ...] = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, *_ATOMS)
-"""Classes of what does not change. A variable of a decorator is one of these."""
+        return all(held.get(name, self) is x for held, name, x in self._named) and self._contents.is_same()
 
 
 def _list_modules() -> dict[str | None, list[ModuleType]]:
-    """The modules of each file. What is typed into a console has the main module's globals."""
+    """The modules of each file."""
     found: dict[str | None, list[ModuleType]] = {}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             found.setdefault(getattr(module, "__file__", None), []).append(module)
     return found
-
-
-def _look_into(value: Any) -> list[Any] | None:
-    """What an object holds, and each key of it. None for an object that holds nothing that may change."""
-    if isinstance(value, _FIXED):
-        return None
-    if isinstance(value, ContextVar):
-        return [value.get(None)]
-    content = take_content(value)
-    return None if content is None else [*content.items, *content.items.values()]
-
-
-def _is_same_content(before: list[Any], now: list[Any] | None) -> bool:
-    return now is not None and len(before) == len(now) and all(map(operator.is_, before, now))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -59,7 +61,7 @@ def hand_over_layers(modules: Mapping[str, nn.Module]) -> None:
             children = list(layers.children())
             often = {cls for cls, count in Counter(map(type, children)).items() if count >= FEWEST}
             for i, child in enumerate(children):
-                if type(child) in often and "forward" not in vars(child):
+                if type(child) in often and "forward" not in vars(child) and isinstance(child.forward, MethodType):
                     vars(child)["forward"] = _hand_over(recorder, layers, i, child.forward)
 
 
@@ -68,10 +70,13 @@ def is_handed_over(function: Any) -> bool:
     return hasattr(function, "_of_layer")
 
 
-def _hand_over(recorder: LayerRecorder, layers: nn.Module, at: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _hand_over(recorder: LayerRecorder, layers: nn.Module, at: int, forward: MethodType) -> MethodType:
+    """A method, as `forward` is: code may look at its signature, or at the function and the module of it."""
+
     @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_layer(LayerCall(layers, at, forward, args, kwargs))
 
     call._of_layer = at  # type: ignore[attr-defined]
-    return call
+    call.__signature__ = inspect.signature(forward.__func__)  # type: ignore[attr-defined]
+    return MethodType(call, forward.__self__)

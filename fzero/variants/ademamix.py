@@ -33,7 +33,7 @@ def ademamix(program: Program, *, b3: float = 0.9999, alpha: float = 8.0, warmup
     updates = program.graph.find_nodes(op="call_function", target=torch.ops.fzero.scale_by_adam.default)
     if not updates and not program.is_body:
         raise FzeroError("pass 'ademamix'", "finds no update of Adam", "use fzero.optim.adam or adamw, before='bucket'")
-    for number, node, row in [(i, x, row) for i, x in enumerate(updates) for row in range(len(x.args[0]))]:
+    for number, node, row in [(i, x, j) for i, x in enumerate(updates) for g, *_ in [x.args] for j in range(len(g))]:
         program = _add_average(program, node, row, f"ademamix.{number}.{row}", b3, alpha, warmup)
     return program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from fzero import Program
+from fzero import FzeroError, Program
 
 
 class StateChange(NamedTuple):
@@ -25,6 +25,18 @@ def list_changes(program: Program) -> list[StateChange]:
     pairs = enumerate(zip(program.tensor_results, program.returned))
     found = [(at, given[result.replaces], new) for at, (result, new) in pairs if result.replaces in given]
     return [StateChange(argument, at, old, new) for at, (argument, old), new in found if old is not new]
+
+
+def list_weights(states: list[StateChange]) -> list[StateChange]:
+    """The weights among the state that workers change apart (`fzero.variants.workers`).
+
+    Raises:
+        FzeroError: where workers change other state than weights and the optimizer's.
+    """
+    for argument, *_, role in states:
+        if role == "beside":
+            raise FzeroError(argument.path, "differs between workers, and belongs to no fragment", "use diloco")
+    return [x for x in states if x.role == "weight"]
 
 
 def find_origins(nodes: Collection[Any], among: Collection[Any], stops: Collection[Any]) -> set[Any]:

@@ -14,8 +14,8 @@ import torch
 
 from fzero import Program, ops
 from fzero.variants.options import check_fragments, check_meetings, check_option
-from fzero.variants.origins import return_instead
-from fzero.variants.workers import list_weights, train_apart
+from fzero.variants.origins import list_weights, return_instead
+from fzero.variants.workers import train_apart
 
 
 def plan_step(number: int, *, every: int, fragments: int, delay: int) -> dict[str, Any]:

@@ -53,15 +53,3 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[S
             elif is_number and find_origins([new], apart, {*means, *apart}):
                 news[at] = program.emit(ops.all_reduce, new, "avg", axis)
     return return_instead(program, news), states
-
-
-def list_weights(states: list[StateChange]) -> list[StateChange]:
-    """The weights among the state of `train_apart`.
-
-    Raises:
-        FzeroError: where workers change other state than weights and the optimizer's.
-    """
-    for argument, *_, role in states:
-        if role == "beside":
-            raise FzeroError(argument.path, "differs between workers, and belongs to no fragment", "use diloco")
-    return [x for x in states if x.role == "weight"]

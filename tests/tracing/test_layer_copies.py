@@ -26,6 +26,8 @@ STATE = SimpleNamespace(scale=1.0, seen=[], last=None)
 class Block(nn.Module):
     """A layer with an index that nothing reads, and what a case does with its input."""
 
+    scale = 1.0
+
     def __init__(self, index: int, do: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.index, self.do = index, do
