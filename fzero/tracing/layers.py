@@ -66,6 +66,7 @@ class _Template:
     forward: TracePart
     results: LayerResults
     backward: _BackwardPart | None = None
+    is_confirmed = False
 
     def stands_for(self, at: int, layer: nn.Module) -> bool:
         """Whether a layer is like this one still, and would read what this one has read."""
@@ -100,7 +101,7 @@ class Layers:
     def __init__(self, traced: TraceGraph, repeats: Repeats, count: Callable[[], Any]) -> None:
         self._traced, self.repeats, self._count = traced, repeats, count
         self._templates: dict[Any, list[_Template]] = {}
-        self._given_up: Counter[int] = Counter()
+        self._given_up: Counter[nn.Module] = Counter()
         self._is_inside = False
         self._first: list[_Layer] = []
         self._runs: list[_Layer] = []
@@ -121,14 +122,14 @@ class Layers:
     def call_layer(self, call: LayerCall) -> Any:
         """What the call of a layer returns: it runs, or is copied."""
         mark = current_mark()
-        if self._is_inside or self._given_up[id(call.layers)] == MOST or mark.in_backward or not may_be_loop():
+        if self._is_inside or self._given_up[call.layers] == MOST or mark.in_backward or not may_be_loop():
             return call.forward(*call.args, **call.kwargs)
         try:
             operands = Operands(self.repeats, call)
         except Unknown:
             return call.forward(*call.args, **call.kwargs)
         modes = tuple(map(id, torch_private.function_modes())), tuple(map(id, torch_private.dispatch_modes()))
-        key = id(call.layers), operands.key, find_ambient(), mark.turns, len(mark.regions), modes
+        key = call.layers, operands.key, find_ambient(), mark.turns, len(mark.regions), modes
         known = self._templates.setdefault(key, [])
         template = next((x for x in known if call.at in x.members), None)
         run = _Layer(self, operands, current_user_line())
@@ -175,15 +176,14 @@ class Layers:
             if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
                 raise Uncopied("differentiates by what it captures")
             if known is None:
-                read, later = list_read(), surroundings.inner_names
-                read |= {(path, name) for path, name in attributes if name in later}
+                read = list_read()
                 members = {at: found for at, found in differing.items() if not found & read and at > call.at}
                 if len(members) + 1 < FEWEST or not (surroundings.is_known and contents.is_known):
                     raise Uncopied("has too few like it")
         except (Uncopied, Unknown) as error:
             if known is not None:
                 raise self._refuse() from error
-            self._given_up[id(call.layers)] += 1
+            self._given_up[call.layers] += 1
             run.nodes |= {("other", i): node for i, node in enumerate(self._traced.nodes_after(last))}
             return returned
         if known is None:
@@ -194,6 +194,8 @@ class Layers:
             self._first.append(run)
         elif (part.describe(), results.key) != (known.forward.describe(), known.results.key):
             raise self._refuse()
+        else:
+            known.is_confirmed = True
         run.nodes |= part.own
         followed = [results.tensors[i] for i in results.followed]
         left = dict(zip(results.followed, _LeaveLayer.apply(run, *followed) if followed else ()))
@@ -283,11 +285,11 @@ class Layers:
         """Check, behind the step, what a layer cannot know while it runs.
 
         Raises:
-            Unlike: where a value of a layer that ran is used outside of it, where a value that autograd follows goes
-                into a layer and elsewhere, where memory of a layer is written into outside of it, and where code of the
-                step has caught one.
+            Unlike: where the last layer did not run, where a value of a layer that ran is used outside of it, where a
+                value that autograd follows goes into a layer and elsewhere, where memory of a layer is written into
+                outside of it, and where code of the step has caught one.
         """
-        if self._is_unlike:
+        if self._is_unlike or not all(x.template is None or x.template.is_confirmed for x in self._runs):
             raise Unlike
         for run in self._runs:
             own = set(run.nodes.values())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base.installed import find_package, is_installed
-from fzero.base.reachable import is_of_library, list_names
+from fzero.base.reachable import is_of_library
 from fzero.tracing.contents import HeldContents
 from fzero.values.layers import is_handed_over
 
@@ -34,6 +34,10 @@ _ATOMS: frozenset[Any] = frozenset(
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _BY_NAME = frozenset({"globals", "vars", "eval", "exec", "__dict__", "locals", "import_module", "__import__"})
 """Names in code that may read what no name in it says."""
+_LATER = frozenset(
+    {"Function.apply", "Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook", "register_multi_grad_hook"}
+)
+"""Functions of torch that let code of a user run in the backward pass, where nothing sees what it reads."""
 
 
 def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
@@ -148,8 +152,6 @@ class ReadGlobals:
         self._named: list[tuple[dict[str, Any], str, Any]] = []
         self._contents = HeldContents()
         self._is_recorded = False
-        self.inner_names: set[str] = set()
-        """What functions name that the code has made: hooks of gradients, which run behind it."""
 
     @property
     def is_known(self) -> bool:
@@ -180,11 +182,10 @@ class ReadGlobals:
         homes = modules.get(code.co_filename, [])
         packages = [find_package(code.co_filename), *(home.__name__ for home in homes)]
         if any(map(is_of_library, packages)) or code.co_filename.startswith("<frozen "):
-            return True
+            return not (packages[0] == "torch" and code.co_qualname in _LATER)
         if code.co_filename == "<string>":  # of a named tuple or a dataclass; of a user, where it reads globals
             return all(x.argval == "_tuple_new" for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
         names = set(code.co_names)
-        self.inner_names.update(*(list_names(x) for x in code.co_consts if isinstance(x, CodeType)))
         has_variables = set(code.co_freevars) - {"__class__"} and not is_installed(code.co_filename)
         if not homes or names & _BY_NAME or has_variables:  # a variable of a decorator stays what it is
             return False

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "what a layer notes in a dict": (0, {"do": note_size, "run": use_sizes, "change": share_context}),
     "gradients that leave": (
         0, {"do": append_gradient, "take": lambda loss_of: with_seen(fzero.value_and_grad(loss_of))}),
-    "an attribute that a hook reads": (LAYERS - 3, {"do": hook_by_attribute, "change": one_other}),
+    "an attribute that a hook reads": (0, {"do": hook_by_attribute, "change": one_other}),
     "a hook of a weight": (0, {"do": hook_weight}),
     "a dict with attributes": (0, {"do": lambda self, x: x * self.table.scale, "change": give_tables}),
     "the signature of a layer": (LAYERS - 2, {"run": by_signature}),
