@@ -77,23 +77,18 @@ class Model(nn.Module):
         return torch.stack(all_of).sum(0) if self.with_all else x
 
 
-COPIED: list[int] = []
+def test_copies_of_layers_are_what_layers_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, copy = set[int](), Layers._copy
+    for seed in range(16):
+        with monkeypatch.context() as patch:
+            patch.setattr(Layers, "_copy", lambda self, *given, of=seed: (copied.add(of), copy(self, *given))[1])
+            torch.manual_seed(seed)
+            params, apply = fzero.lower(Model(random.Random(seed)))
+            given = fzero.partition(params, MESH), torch.zeros(3, WIDTH)
 
+            def step(params: Any, x: Tensor, apply: Any = apply) -> Any:
+                return fzero.value_and_grad(lambda params: apply(params, x).square().mean())(params)
 
-@pytest.mark.parametrize("seed", range(16))
-def test_copies_of_layers_are_what_layers_record(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, copy = random.Random(seed), Layers._copy
-    monkeypatch.setattr(Layers, "_copy", lambda self, *given: (COPIED.append(seed), copy(self, *given))[1])
-    torch.manual_seed(seed)
-    params, apply = fzero.lower(Model(draw))
-    given = fzero.partition(params, MESH), torch.zeros(3, WIDTH)
-
-    def step(params: Any, x: Tensor) -> Any:
-        return fzero.value_and_grad(lambda params: apply(params, x).square().mean())(params)
-
-    with_copies, without = trace(step, given, MESH), trace(step, given, MESH, copies=False)
-    assert describe_trace(with_copies) == describe_trace(without)
-
-
-def test_layers_were_copied() -> None:
-    assert len(set(COPIED)) >= 4
+            with_copies, without = trace(step, given, MESH), trace(step, given, MESH, copies=False)
+        assert describe_trace(with_copies) == describe_trace(without), seed
+    assert len(copied) >= 4
