@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Reads:
     modules: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     why: str = ""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread of the trace: what others read is no part of it."""
 
 
 class _Environment(os._Environ):  # type: ignore[type-arg]
@@ -102,7 +105,8 @@ _is_watching = False
 
 
 def _watch_files(event: str, args: tuple[Any, ...]) -> None:
-    if _opened and event == "open" and isinstance(args[0], (str, bytes)):
+    is_of_trace = bool(_opened) and event == "open" and _opened[-1].thread == threading.get_ident()
+    if is_of_trace and isinstance(args[0], (str, bytes)):
         path, mode, flags = os.fsdecode(args[0]), args[1], args[2] or 0
         is_written = "r" not in (mode or "r") or flags & (os.O_WRONLY | os.O_RDWR)
         if (

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
+from fzero.cache.surroundings import record_reads
 
 NUMBERS = Path(__file__).with_name("numbers.txt")
 
@@ -61,6 +62,19 @@ def test_a_step_that_reads_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         NUMBERS.unlink()
     assert f"reads the file {NUMBERS}" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_what_another_thread_reads_is_no_part_of_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("12")
+    with record_reads() as reads:
+        thread = threading.Thread(target=file.read_text)
+        thread.start()
+        thread.join()
+    assert not reads.why
+    with record_reads() as reads:
+        file.read_text()
+    assert reads.why == f"reads the file {file}"
 
 
 class Mode(TorchDispatchMode):
