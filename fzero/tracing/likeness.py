@@ -177,7 +177,7 @@ class ReadGlobals:
             codes = [x.code for x in profiler.getstats() if isinstance(x.code, CodeType)]
             self._is_recorded = all(self._take(code, modules) for code in codes)
 
-    def _take(self, code: CodeType, modules: dict[str | None, list[ModuleType]]) -> bool:
+    def _take(self, code: CodeType, modules: dict[str, list[ModuleType]]) -> bool:
         """Note the globals that a code names. Returns whether these are all that it may read."""
         homes = modules.get(code.co_filename, [])
         packages = [find_package(code.co_filename), *(home.__name__ for home in homes)]
@@ -208,10 +208,11 @@ class ReadGlobals:
         return all(held.get(name, self) is x for held, name, x in self._named) and self._contents.is_same()
 
 
-def _list_modules() -> dict[str | None, list[ModuleType]]:
+def _list_modules() -> dict[str, list[ModuleType]]:
     """The modules of each file."""
-    found: dict[str | None, list[ModuleType]] = {}
+    found: dict[str, list[ModuleType]] = {}
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            found.setdefault(getattr(module, "__file__", None), []).append(module)
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str):  # looked up in the table: a lazy module would import what it lacks
+            found.setdefault(file, []).append(module)
     return found
