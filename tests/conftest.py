@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ import tiers
 import torch
 import traces
 from processes import collect_seldom
+
+from fzero.cache.files import list_files
 
 LONGEST = [
     "test_elastic.py",  # waits for a host, and leaves its core to others
@@ -73,6 +77,17 @@ for device in (torch.cuda, torch.xpu, torch.mtia):
 
 LEFT: dict[str, list[int]] = {}
 """How many tests are quick, launch processes or are slow, and are further cases of quick functions."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: Any) -> Generator[None, None, None]:
+    """Forget modules that a test imported from its folder. With one of them no later step of the process has its
+    program in a file, because a module whose file is younger than the process may be older than its file."""
+    folder = item.funcargs.get("tmp_path") if hasattr(item, "funcargs") else None
+    yield
+    for name, file in list_files().items() if folder is not None else ():
+        if Path(file).is_relative_to(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
