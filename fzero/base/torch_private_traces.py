@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -163,11 +164,16 @@ def import_tracer() -> None:
             importlib.import_module("torch._dynamo")
 
 
+_tracing = threading.RLock()
+"""Held while make_fx runs: it patches classes, for all threads."""
+
+
 def make_graph(fn: Callable[[], Any]) -> fx.GraphModule:
-    """What make_fx records of a function. torch's mode that notes for each node which function of torch called it is
+    """What make_fx records of a function. Threads take turns. torch's mode that notes for each node which function of torch called it is
     left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public replacement: none of the
     option."""
-    return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
+    with _tracing:
+        return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
 
 
 def take_value(x: Tensor) -> Any:

@@ -247,6 +247,7 @@ UNSEEN: dict[str, tuple[Any, str]] = {
         r"argument 0: a ChainMap .*not hash; give dict\(...\)",
     ),
     "a sparse tensor": (torch.eye(2).to_sparse(), "argument 0: is a torch.sparse_coo tensor.*to_dense"),
+    "a nested tensor": (torch.nested.nested_tensor([torch.ones(2)]), "argument 0: is a nested tensor.*padded_tensor"),
     "a tensor of tensors": (TwoTensor(torch.ones(2), torch.ones(2)), "argument 0: is a TwoTensor, which is made of"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -291,3 +292,18 @@ def test_a_refused_write_leaves_a_captured_tensor_as_it_was(name: str) -> None:
             fzero.partition({"w": torch.ones(3)}, fzero.VirtualMesh(fsdp=2))
         )
     assert CAPTURED.tolist() == [0, 0, 0]
+
+
+def test_threads_that_trace_at_once_take_turns() -> None:
+    step, sums = fzero.simulate(lambda x: (x * 2).sum(), MESH), dict[int, float]()
+
+    def run(count: int) -> None:
+        sums[count] = step(torch.ones(count)).mean().item()
+
+    counts = [MESH.size() * i for i in range(1, 5)]
+    threads = [threading.Thread(target=run, args=(count,)) for count in counts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sums == {count: count for count in counts}  # a mean over two ranks
