@@ -136,17 +136,17 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
     walks = []
     for root, held in ((getattr(fn, "__name__", "step"), fn), *constants):
         reachable = list(walk_with_contents(root, held))
-        found = _find_traced(reachable, program)
+        found = _find_escape(reachable, program)
         if (found or len(reachable) >= LIMIT) and _clear_caches(reachable, program):
             reachable = list(walk_with_contents(root, held))
-            found = _find_traced(reachable, program)
+            found = _find_escape(reachable, program)
         if found:
             raise _refuse_escape(program, *found)
         walks.append(reachable)
     return walks[0]
 
 
-def _find_traced(reachable: Walked, program: Program) -> tuple[str, Tensor] | None:
+def _find_escape(reachable: Walked, program: Program) -> tuple[str, Tensor] | None:
     """The name and the value of the first traced value of a walk."""
     return next(((name, value) for name, value, _ in reachable if _is_traced(value, program)), None)
 
