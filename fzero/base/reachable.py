@@ -38,7 +38,7 @@ from fzero.base.torch_private_symbols import make_environment
 LIMIT = 50_000
 """The most objects that one walk visits, the nearest ones first. A walk of so many takes about 0.1 seconds."""
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict)
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
 _PLAIN = frozenset({dict, list, tuple, set, frozenset, deque, defaultdict})
 """Containers without attributes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "optree", "numpy", "einops"})
@@ -102,7 +102,7 @@ def _walk(
         held = list(children(name, value)) if len(seen) < limit else []
         yield name, value, held
         for child_name, child in held:
-            if id(child) not in seen and not is_skipped(child):
+            if type(child) not in _SIMPLE and id(child) not in seen and not is_skipped(child):
                 seen[id(child)] = child
                 waiting.append((child_name, child))
 
@@ -132,21 +132,26 @@ def _is_class_of_no_one(cls: type) -> bool:
     return is_symbolic or issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _OF_NO_ONE
 
 
-def list_children(name: str, value: Any) -> Iterator[_Named]:
+def list_children(name: str, value: Any) -> Iterable[_Named]:
     """`(name, object)` of what an object keeps alive, with its class, and the globals that a function names."""
-    cls = type(value)
+    return _find_child_lister(type(value))(name, value)  # type: ignore[arg-type]  # a class is taken for unhashable
+
+
+@functools.lru_cache(1 << 12)
+def _find_child_lister(cls: type) -> Callable[[str, Any], Iterable[_Named]]:
+    """The function that lists what objects of a class keep alive. A walk asks for every object that it visits."""
     if cls in _PLAIN:
-        yield from _items(name, value)
-        return
+        return _items
     if issubclass(cls, weakref.ref):
-        return
-    yield from list_contents(name, value)
+        return _list_nothing
+    list_held = _find_lister(cls)  # type: ignore[arg-type]  # as above
     if cls is FunctionType:
-        yield from list_globals(value)
-    elif issubclass(cls, type):
-        yield from ((f"{value.__name__}.{key}", item) for key, item in vars(value).items())
-    elif not issubclass(cls, (Tensor, *_FUNCTIONS)):
-        yield cls.__name__, cls
+        return lambda name, value: (*list_held(name, value), *list_globals(value))
+    if issubclass(cls, type):
+        return lambda name, value: [(f"{value.__name__}.{key}", item) for key, item in vars(value).items()]
+    if issubclass(cls, (Tensor, *_FUNCTIONS)):
+        return list_held
+    return lambda name, value: (*list_held(name, value), (cls.__name__, cls))
 
 
 _FUNCTIONS = (MethodType, functools.partial, staticmethod, classmethod, functools._lru_cache_wrapper)
@@ -159,7 +164,7 @@ def list_contents(name: str, value: Any) -> Iterable[_Named]:
 
 @functools.lru_cache(1 << 12)
 def _find_lister(cls: type) -> Callable[[str, Any], Iterable[_Named]]:
-    """The function that lists what objects of a class hold. A walk asks for every object that it visits."""
+    """The function that lists what objects of a class hold."""
     if cls in _SIMPLE:
         return _list_nothing
     return next(lister for classes, lister in _LISTERS if issubclass(cls, classes))
@@ -200,23 +205,24 @@ def _list_tensor(name: str, value: Any) -> Iterator[_Named]:
     yield from _attributes(name, value)
 
 
-def _list_object(name: str, value: Any) -> Iterator[_Named]:
-    yield from _items(name, value)
-    yield from _attributes(name, value)
+def _list_container(name: str, value: Any) -> Iterable[_Named]:
+    return (*_items(name, value), *_attributes(name, value))
 
 
-def _list_closure(name: str, function: FunctionType) -> Iterator[_Named]:
+def _list_closure(name: str, function: FunctionType) -> list[_Named]:
     code = function.__code__
+    held = list[_Named]()
     for variable, cell in zip(code.co_freevars, function.__closure__ or ()):
         try:
-            yield variable, cell.cell_contents
+            held.append((variable, cell.cell_contents))
         except ValueError:  # a variable that is not assigned yet
             continue
-    positional = code.co_varnames[: code.co_argcount]
-    defaults = function.__defaults__ or ()
-    yield from zip(positional[len(positional) - len(defaults) :], defaults)
-    yield from (function.__kwdefaults__ or {}).items()
-    yield from _attributes(name, function)
+    if defaults := function.__defaults__:
+        positional = code.co_varnames[: code.co_argcount]
+        held += zip(positional[len(positional) - len(defaults) :], defaults)
+    if function.__kwdefaults__:
+        held += function.__kwdefaults__.items()
+    return held + _attributes(name, function) if vars(function) else held
 
 
 _LISTERS: tuple[tuple[Any, Callable[[str, Any], Iterable[_Named]]], ...] = (
@@ -228,7 +234,8 @@ _LISTERS: tuple[tuple[Any, Callable[[str, Any], Iterable[_Named]]], ...] = (
     (functools._lru_cache_wrapper, _list_cache),
     (Tensor, _list_tensor),
     (type, _list_nothing),
-    (object, _list_object),
+    ((dict, list, tuple, set, frozenset, deque), _list_container),
+    (object, lambda name, value: _attributes(name, value)),
 )
 
 
@@ -253,34 +260,34 @@ def list_names(code: CodeType) -> list[str]:
     return sorted({*code.co_names, *itertools.chain.from_iterable(inner)})
 
 
-def _items(name: str, value: Any) -> Iterator[_Named]:
+def _items(name: str, value: Any) -> list[_Named]:
     """The items of a container of Python, or of a class derived from one."""
     if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", item) for key, item in islice(list(dict.items(value)), LIMIT))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"{name}[{i}]", item) for i, item in enumerate(islice(value, LIMIT)))
+        return [(f"{name}[{key!r}]", item) for key, item in islice(list(dict.items(value)), LIMIT)]
+    return [(f"{name}[{i}]", item) for i, item in enumerate(islice(value, LIMIT))]
 
 
-def _attributes(name: str, value: Any) -> Iterator[_Named]:
+def _attributes(name: str, value: Any) -> list[_Named]:
     """The attributes that an instance holds. Attributes of fzero's own objects add nothing to a name: the module in
     what `fzero.lower` returned goes by the name of `apply`. A step holds the function that it wraps, and what a user
     gave it as an attribute: its programs hold nothing of the user's."""
+    held = _list_dict(value)
     if is_step(value):
-        yield name, value.__wrapped__
-        yield from ((f"{name}.{key}", item) for key, item in _list_dict(value) if not key.startswith("_"))
-        return
-    is_own = is_of_fzero(type(value))
-    for key, item in (*_list_dict(value), *_list_slots(value)):
-        yield (name if is_own else f"{name}.{key}"), item
+        given = [(f"{name}.{key}", item) for key, item in held if not key.startswith("_")]
+        return [(name, value.__wrapped__), *given]
+    held += _list_slots(value)
+    if is_of_fzero(type(value)):
+        return [(name, item) for _, item in held]
+    return [(f"{name}.{key}", item) for key, item in held]
 
 
-def _list_dict(value: Any) -> Iterator[_Named]:
-    held = getattr(value, "__dict__", None)
-    for key, item in list(held.items()) if isinstance(held, dict) else ():
-        if isinstance(value, nn.Module) and key in ("_parameters", "_buffers", "_modules"):
-            yield from item.items()
-        else:
-            yield key, item
+def _list_dict(value: Any) -> list[_Named]:
+    attributes = getattr(value, "__dict__", None)
+    held = list(attributes.items()) if isinstance(attributes, dict) else []
+    if not isinstance(value, nn.Module):
+        return held
+    of_modules = ("_parameters", "_buffers", "_modules")
+    return [x for key, item in held for x in (item.items() if key in of_modules else ((key, item),))]
 
 
 def _list_slots(value: Any) -> Iterator[_Named]:

@@ -22,7 +22,7 @@ from fzero.base import tree
 from fzero.base.dense import check_dense
 from fzero.base.errors import FzeroError
 from fzero.base.hugging_face import is_cache
-from fzero.base.reachable import Walked, find_tensor, walk, walk_with_contents
+from fzero.base.reachable import LIMIT, Walked, find_tensor, walk, walk_with_contents
 from fzero.base.torch_private import FakeTensor, is_batch, storage_key, unwrap
 from fzero.program.operation import Node
 from fzero.program.program import Program
@@ -136,13 +136,19 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
     walks = []
     for root, held in ((getattr(fn, "__name__", "step"), fn), *constants):
         reachable = list(walk_with_contents(root, held))
-        if _clear_caches(reachable, program):
+        found = _find_escape(reachable, program)
+        if (found or len(reachable) >= LIMIT) and _clear_caches(reachable, program):
             reachable = list(walk_with_contents(root, held))
-        for name, value, _ in reachable:
-            if _is_traced(value, program):
-                raise _refuse_escape(program, name, value)
+            found = _find_escape(reachable, program)
+        if found:
+            raise _refuse_escape(program, *found)
         walks.append(reachable)
     return walks[0]
+
+
+def _find_escape(reachable: Walked, program: Program) -> tuple[str, Tensor] | None:
+    """The name and the value of the first traced value of a walk."""
+    return next(((name, value) for name, value, _ in reachable if _is_traced(value, program)), None)
 
 
 def _clear_caches(reachable: Walked, program: Program) -> bool:
