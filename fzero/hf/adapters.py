@@ -21,6 +21,10 @@ WEIGHTS = "adapter_model.safetensors"
 name."""
 
 
+CHANGING = ("pissa", "corda", "loftq", "lora_ga")
+"""The `init_lora_weights` that put other values into the weights of a base model, by what the names begin with."""
+
+
 def has_adapters(model: Any) -> bool:
     """Whether this is a model of peft."""
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
@@ -42,12 +46,18 @@ def add_adapters(model: Any, config: Any) -> Any:
     """The model of peft that `peft.get_peft_model(model, config)` returns.
 
     Raises:
-        FzeroError: for what is no configuration of peft.
+        FzeroError: for what is no configuration of peft, and for adapters whose first values are taken out of base
+            weights: these come from files, in slices.
     """
     import peft
 
     if not isinstance(config, peft.PeftConfig):
         raise FzeroError("peft_config", f"is {config!r:.80}", "give a configuration of peft, such as LoraConfig(r=8)")
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith(CHANGING):
+        problem = f"is {start!r}, which changes weights of the base model, and their files are read into slices"
+        way_out = "give fzero.hf.Trainer(peft.get_peft_model(model, config)), or another init_lora_weights"
+        raise FzeroError("peft_config: init_lora_weights", problem, way_out)
     return peft.get_peft_model(model, config)
 
 

@@ -239,3 +239,16 @@ def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Pat
     trainer, _ = train_once("prompt tuning")
     with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
         trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
+
+
+def test_what_peft_does_not_merge_and_what_files_cannot_begin_with_is_refused_by_name(tmp_path: Path) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    biased = peft.get_peft_model(make_model("llama"), LoraConfig(**LORA, lora_bias=True))
+    trainer = fzero.hf.Trainer(biased, make_arguments(tmp_path), mesh=mesh)
+    with pytest.raises(FzeroError, match=r"q_proj: peft does not merge it: .*base layer has no bias.*; save_model"):
+        trainer.merge_and_unload()
+    make_model("llama").save_pretrained(tmp_path)
+    for start in ("pissa", "pissa_niter_4"):
+        config = LoraConfig(**LORA, init_lora_weights=start)
+        with pytest.raises(FzeroError, match=f"init_lora_weights: is '{start}', which changes weights of the base"):
+            fzero.hf.from_pretrained(tmp_path, mesh, peft_config=config)
