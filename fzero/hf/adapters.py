@@ -159,8 +159,8 @@ def find_adapter_paths(empty: Any) -> dict[str, None]:
     state dict for its adapters."""
     from peft import get_peft_model_state_dict
 
-    held = empty.state_dict()
-    paths = {id(x): path for path, x in held.items()}
+    held = empty.state_dict(keep_vars=True)  # in which a tied parameter is one object
+    paths = {id(x): path for path, x in reversed(held.items())}  # the first name, which is that of the slices
     taken = dict.fromkeys(path for path, x in empty.named_parameters() if x.requires_grad)
     for name, config in empty.peft_config.items():
         if config.is_prompt_learning:  # which peft computes from the parameters of its encoder
@@ -177,7 +177,10 @@ def _list_tensors(module: nn.Module, paths: Mapping[str, None]) -> dict[str, Ten
 
 
 def fill_model(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
-    """A copy of a model with these values, and without all others."""
+    """A copy of a model with these values, and without all others. A tied parameter takes its value by each name."""
     filled = copy_without_values(model)
-    filled.load_state_dict(dict(whole), strict=False, assign=True)
+    held = filled.state_dict(keep_vars=True)
+    values = {id(held[path]): x for path, x in whole.items() if path in held}
+    named = {path: values[id(x)] for path, x in held.items() if id(x) in values}
+    filled.load_state_dict(named, strict=False, assign=True)
     return filled
