@@ -39,6 +39,10 @@ def merge_adapters(model: Any, params: tree.Tree, mesh: Any) -> tuple[nn.Module,
     if not has_adapters(model):
         return copy_without_values(model), dequantize_leaves(params, mesh)
     refuse_virtual_tokens(model, "merge_and_unload", "save_pretrained(folder): no weight of the base model changed")
+    if not hasattr(model, "unload"):
+        kind = model.active_peft_config.peft_type
+        problem = f"{type(model).__name__} has adapters of {kind}, which peft does not merge"
+        raise FzeroError("merge_and_unload", problem, "save_pretrained(folder) writes the adapters as they are")
     empty: Any = copy_without_values(model)
     paths = {id(x): path for path, x in empty.named_parameters()}
     units = _list_units(empty.get_base_model())

@@ -248,6 +248,9 @@ def test_what_peft_does_not_merge_and_what_files_cannot_begin_with_is_refused_by
     trainer = fzero.hf.Trainer(biased, make_arguments(tmp_path), mesh=mesh)
     with pytest.raises(FzeroError, match=r"q_proj: peft does not merge it: .*base layer has no bias.*; save_model"):
         trainer.merge_and_unload()
+    prompts = peft.get_peft_model(make_model("llama"), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1))
+    with pytest.raises(FzeroError, match=r"merge_and_unload: .* adapters of .*ADAPTION_PROMPT, which peft does not"):
+        fzero.hf.Trainer(prompts, make_arguments(tmp_path), mesh=mesh).merge_and_unload()
     make_model("llama").save_pretrained(tmp_path)
     for start in ("pissa", "pissa_niter_4"):
         config = LoraConfig(**LORA, init_lora_weights=start)
