@@ -21,6 +21,10 @@ WEIGHTS = "adapter_model.safetensors"
 name."""
 
 
+CHANGING = ("pissa", "corda", "loftq", "lora_ga")
+"""The `init_lora_weights` that put other values into the weights of a base model, by what the names begin with."""
+
+
 def has_adapters(model: Any) -> bool:
     """Whether this is a model of peft."""
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
@@ -42,12 +46,18 @@ def add_adapters(model: Any, config: Any) -> Any:
     """The model of peft that `peft.get_peft_model(model, config)` returns.
 
     Raises:
-        FzeroError: for what is no configuration of peft.
+        FzeroError: for what is no configuration of peft, and for adapters whose first values are taken out of base
+            weights: these come from files, in slices.
     """
     import peft
 
     if not isinstance(config, peft.PeftConfig):
         raise FzeroError("peft_config", f"is {config!r:.80}", "give a configuration of peft, such as LoraConfig(r=8)")
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith(CHANGING):
+        problem = f"is {start!r}, which changes weights of the base model, and their files are read into slices"
+        way_out = "give fzero.hf.Trainer(peft.get_peft_model(model, config)), or another init_lora_weights"
+        raise FzeroError("peft_config: init_lora_weights", problem, way_out)
     return peft.get_peft_model(model, config)
 
 
@@ -149,8 +159,8 @@ def find_adapter_paths(empty: Any) -> dict[str, None]:
     state dict for its adapters."""
     from peft import get_peft_model_state_dict
 
-    held = empty.state_dict()
-    paths = {id(x): path for path, x in held.items()}
+    held = empty.state_dict(keep_vars=True)  # in which a tied parameter is one object
+    paths = {id(x): path for path, x in reversed(held.items())}  # the first name, which is that of the slices
     taken = dict.fromkeys(path for path, x in empty.named_parameters() if x.requires_grad)
     for name, config in empty.peft_config.items():
         if config.is_prompt_learning:  # which peft computes from the parameters of its encoder
@@ -167,7 +177,10 @@ def _list_tensors(module: nn.Module, paths: Mapping[str, None]) -> dict[str, Ten
 
 
 def fill_model(model: nn.Module, whole: Mapping[str, Tensor]) -> Any:
-    """A copy of a model with these values, and without all others."""
+    """A copy of a model with these values, and without all others. A tied parameter takes its value by each name."""
     filled = copy_without_values(model)
-    filled.load_state_dict(dict(whole), strict=False, assign=True)
+    held = filled.state_dict(keep_vars=True)
+    values = {id(held[path]): x for path, x in whole.items() if path in held}
+    named = {path: values[id(x)] for path, x in held.items() if id(x) in values}
+    filled.load_state_dict(named, strict=False, assign=True)
     return filled

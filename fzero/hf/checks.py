@@ -130,8 +130,10 @@ def check_model(model: Any) -> None:
         raise FzeroError("model", problem, "give peft.get_peft_model(model, config)")
     path = find_parameter_adapter(model)
     if path is not None:
-        problem = f"{path} has adapters by target_parameters, which peft registers anew in each forward"
-        raise FzeroError("model", problem, "give target_modules, whose modules have adapters of their own")
+        of = 'target_parameters, which "all-linear" also means for routers and stacked experts'
+        problem = f"{path} has adapters by {of}: peft registers these anew in each forward"
+        way_out = 'give target_modules that name linear modules, such as ["q_proj", "v_proj"]'
+        raise FzeroError("model", problem, way_out)
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     cut = next((path for path, x in named if hasattr(x, "ds_id")), None)
     if cut is not None:

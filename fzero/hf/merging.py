@@ -33,16 +33,20 @@ def merge_adapters(model: Any, params: tree.Tree, mesh: Any) -> tuple[nn.Module,
     the merged weights.
 
     Raises:
-        FzeroError: for virtual tokens, and for adapters of two modules that share a weight.
+        FzeroError: for virtual tokens, for adapters of two modules that share a weight, and where peft does not merge.
     """
     held = list_leaves(params)
     if not has_adapters(model):
         return copy_without_values(model), dequantize_leaves(params, mesh)
     refuse_virtual_tokens(model, "merge_and_unload", "save_pretrained(folder): no weight of the base model changed")
+    if not hasattr(model, "unload"):
+        kind = model.active_peft_config.peft_type
+        problem = f"{type(model).__name__} has adapters of {kind}, which peft does not merge"
+        raise FzeroError("merge_and_unload", problem, "save_pretrained(folder) writes the adapters as they are")
     empty: Any = copy_without_values(model)
     paths = {id(x): path for path, x in empty.named_parameters()}
     units = _list_units(empty.get_base_model())
-    made = {name: _collect(unit, held, paths) for name, unit in units.items()}
+    made = {name: _collect(name, unit, held, paths) for name, unit in units.items()}
     base = empty.unload()
     merged: dict[int, Callable[[], Tensor]] = {}
     for name, compute in made.items():
@@ -85,19 +89,24 @@ def _list_units(base: nn.Module) -> dict[str, Any]:
     return units
 
 
-def _collect(unit: nn.Module, held: Leaves, paths: Mapping[int, str]) -> Callable[[], nn.Module]:
-    """A function that all ranks call together, and that returns a unit of `_list_units` as a whole, merged module."""
-    given = {name: held[paths[id(x)]] for name, x in unit.named_parameters()}
+def _collect(name: str, unit: nn.Module, held: Leaves, paths: Mapping[int, str]) -> Callable[[], nn.Module]:
+    """A function that all ranks call together, and that returns a unit of `_list_units` as a whole, merged module. It
+    raises an `FzeroError` for adapters that peft does not merge."""
+    given = {local: held[paths[id(x)]] for local, x in unit.named_parameters()}
 
     def merge() -> nn.Module:
-        whole = {name: x.full_tensor() if is_quantized(x) else x for name, x in unpartition(given).items()}
+        whole = {local: x.full_tensor() if is_quantized(x) else x for local, x in unpartition(given).items()}
         filled: Any = fill_model(unit, whole)
-        with torch.no_grad():
-            if hasattr(filled, "unload_and_optionally_merge_module"):
-                how: dict[str, Any] = {"merge": True, "safe_merge": False, "adapter_names": None}
-                return filled.unload_and_optionally_merge_module(**how)
-            filled.merge()
-            return filled.get_base_layer()
+        try:
+            with torch.no_grad():
+                if hasattr(filled, "unload_and_optionally_merge_module"):
+                    how: dict[str, Any] = {"merge": True, "safe_merge": False, "adapter_names": None}
+                    return filled.unload_and_optionally_merge_module(**how)
+                filled.merge()
+                return filled.get_base_layer()
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # such as lora_bias without a bias below
+            way_out = "save_model(folder) writes the adapters as they are, for PeftModel.from_pretrained"
+            raise FzeroError(name, f"peft does not merge it: {error}", way_out) from error
 
     return merge
 

@@ -40,7 +40,7 @@ class CallMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        for given in args:
+        for given in (*args, *kwargs.values()):
             for x in given if isinstance(given, (list, tuple)) else (given,):
                 held = x.codes if is_quantized(x) else x
                 if isinstance(held, Sharded) and held.on is not self._on:
@@ -50,6 +50,9 @@ class CallMode(TorchFunctionMode):
             problem = "numpy reads the elements of a tensor, which a trace does not have"
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if name in REWRITES and "out" not in kwargs:
+            if "input" in kwargs:  # torch's name of the first argument
+                kwargs = dict(kwargs)
+                args = (kwargs.pop("input"), *args)
             return REWRITES[name](func, *args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             return higher_order.call(self._kinds, func, args, kwargs)

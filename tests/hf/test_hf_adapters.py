@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.base.frozen import is_frozen
+from fzero.hf.adapters import load_adapters
 from fzero.hf.codes import KINDS
 
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
@@ -239,3 +240,42 @@ def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Pat
     trainer, _ = train_once("prompt tuning")
     with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
         trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
+
+
+def test_what_peft_does_not_merge_and_what_files_cannot_begin_with_is_refused_by_name(tmp_path: Path) -> None:
+    mesh = VirtualMesh(fsdp=2)
+    biased = peft.get_peft_model(make_model("llama"), LoraConfig(**LORA, lora_bias=True))
+    trainer = fzero.hf.Trainer(biased, make_arguments(tmp_path), mesh=mesh)
+    with pytest.raises(FzeroError, match=r"q_proj: peft does not merge it: .*base layer has no bias.*; save_model"):
+        trainer.merge_and_unload()
+    prompts = peft.get_peft_model(make_model("llama"), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1))
+    with pytest.raises(FzeroError, match=r"merge_and_unload: .* adapters of .*ADAPTION_PROMPT, which peft does not"):
+        fzero.hf.Trainer(prompts, make_arguments(tmp_path), mesh=mesh).merge_and_unload()
+    make_model("llama").save_pretrained(tmp_path)
+    for start in ("pissa", "pissa_niter_4"):
+        config = LoraConfig(**LORA, init_lora_weights=start)
+        with pytest.raises(FzeroError, match=f"init_lora_weights: is '{start}', which changes weights of the base"):
+            fzero.hf.from_pretrained(tmp_path, mesh, peft_config=config)
+
+
+@pytest.mark.parametrize("more", [{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, {}])
+def test_adapters_of_tied_weights_are_saved_and_read_as_by_peft(more: Any, tmp_path: Path) -> None:
+    """Where peft saves a weight by its second name."""
+
+    def make() -> Any:
+        config = make_model("llama").config
+        config.tie_word_embeddings = True
+        targets = ["q_proj"] if more else ["q_proj", "lm_head"]
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        return peft.get_peft_model(model, LoraConfig(**{**LORA, "target_modules": targets}, **more))
+
+    make().save_pretrained(tmp_path / "theirs")
+    trainer = fzero.hf.Trainer(make(), make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
+    trainer.save_model(tmp_path / "ours")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(x, theirs[key]) for key, x in ours.items())
+    read = load_adapters(tmp_path / "theirs", make())
+    held = dict(make().named_parameters())
+    assert read and all(torch.equal(x, held[path]) for path, x in read.items())

@@ -71,6 +71,10 @@ CHECKED: dict[str, Loss] = {
     "corrcoef of one row": lambda p: torch.corrcoef(p["wave"]) * p["s"],
     "corrcoef of complex numbers": lambda p: torch.view_as_real(torch.corrcoef(torch.complex(p["w"], p["v"]))),
     "index_fill": lambda p: p["w"].index_fill(-1, INDEX, p["s"]),
+    "arguments by their names in torch": lambda p: (
+        torch.cov(input=p["w"])
+        @ F.linear(input=p["w"], weight=torch.index_fill(input=p["v"], dim=0, index=INDEX, value=p["s"]))
+    ),
     "index_fill of one number": lambda p: p["wave"].sum().index_fill(0, INDEX[:1], p["s"]),
     "index_fill by a number": lambda p: p["w"].index_fill(0, INDEX, 2.0),
     "index_fill_": lambda p: in_place(p, lambda copy, p: copy.index_fill_(0, INDEX, p["s"])),
