@@ -26,6 +26,7 @@ from fzero.hf.plan import TrainerPlan, place
 from fzero.hf.together import Plain
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors import load_sources, open_safetensors
+from fzero.state.unpartition import replace_values
 from fzero.training.models import WHOLE
 from fzero.values.sharded import Sharded
 
@@ -184,7 +185,10 @@ class Files(Sharers):
         """`params` with the values `whole` of some leaves, by their paths."""
 
         def fill(path: str, leaf: Any) -> Any:
-            return leaf.slice_of(whole[path].to(leaf.device, leaf.dtype)) if path in whole else leaf
+            if path not in whole:
+                return leaf
+            x = whole[path].to(leaf.device, leaf.dtype)
+            return replace_values(leaf, x) if leaf.form.layout.splits > 1 else leaf.slice_of(x)
 
         return tree.map_with_path(fill, params)
 

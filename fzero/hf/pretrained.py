@@ -56,13 +56,14 @@ class Pretrained(NamedTuple):
 
     def merge_and_unload(self) -> Pretrained:
         """The base model with the adapters as part of its weights, as `merge_and_unload` of peft returns it, in slices.
-        Codes become numbers. All ranks call together. This value stays as it is.
+        Codes become numbers. All ranks call together. This value stays as it is. The merged model is one whose layers
+        ranks do not share: its slices lie along all axes of the mesh.
 
         Raises:
             FzeroError: for virtual tokens, and for adapters of two modules that share a weight; for a model whose
-                layers ranks share, which has no adapters.
+                layers ranks share, and that has no adapters.
         """
-        refuse_merge(self.wish)
+        refuse_merge(self.wish, self.model)
         model, params = merge_adapters(self.model, self.params, self.mesh)
         return join_slices(model, params, self.mesh)
 
@@ -180,9 +181,9 @@ def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
     return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
 
 
-def refuse_merge(wish: Wish) -> None:
-    """Refuse to merge the adapters of a model whose layers ranks share."""
-    if wish.axes:
+def refuse_merge(wish: Wish, model: Any) -> None:
+    """Refuse to merge a model without adapters whose layers ranks share: the merged one is a model that they do not."""
+    if wish.axes and not has_adapters(model):
         problem = f"the model is shared along {wish.axes}, and has no adapters"
         raise FzeroError("merge_and_unload", problem, "save it as it is, by save_model or save_pretrained")
 

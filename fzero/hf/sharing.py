@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fzero import axis_size, tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, mesh_shape
-from fzero.hf.adapters import has_adapters
+from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
 from fzero.hf.sequence import check_sequence, cut_sequence
@@ -84,10 +84,12 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any) -> Sharing:
     """
     sizes = mesh_shape(mesh)
     axes = wish.find_axes(sizes)
+    if axes:
+        check_adapters(model)
     sequence = None
     if wish.sp is not None:
         shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
-        sequence = wish.sp, check_sequence(model, wish.sp, sizes.size(axes[wish.sp]), shared)
+        sequence = wish.sp, check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
     if wish.tp is None and wish.ep is None:
         return Sharing({}, {}, sequence)
     rules = _agree_on_ties(model, list_rules(model, wish.plan, wish.tp, wish.ep))
@@ -135,15 +137,12 @@ def check_sharable(wish: Wish, model: Any, buffers: Any) -> None:
     """Refuse a model whose layers ranks cannot share here.
 
     Raises:
-        FzeroError: for adapters, and for running statistics.
+        FzeroError: for running statistics.
     """
     if not wish.axes:
         return
     words = " and ".join(word for word, axis in zip(wish._fields, wish[:3]) if axis is not None)
     way_out = f"leave {words} out, or train it by fzero.hf.parallel and fzero.shard"
-    if has_adapters(model):
-        problem = f"{type(model).__name__} has adapters, and no plan names their matrices"
-        raise FzeroError("model", problem, f"merge them before, or leave {words} out")
     if buffers is not None:
         problem = f"{type(model).__name__} has running statistics, which are those of whole layers"
         raise FzeroError("model", problem, way_out)
@@ -186,7 +185,8 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
             if rule is not None and rule.style.effect is not None:
                 replace(module, _run_with(rule, module, module.forward))
         if sharing.sequence is not None:
-            replace(model, cut_sequence(model, *sharing.sequence))
+            base = find_model(model)
+            replace(base, cut_sequence(base, *sharing.sequence))
         replace(model, _name_shapes(model, {rule.axis for rule in rules.values()}))
         yield
     finally:

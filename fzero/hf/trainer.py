@@ -348,7 +348,7 @@ class Trainer(Updates):
             FzeroError: for a model with running statistics; as `Pretrained.merge_and_unload`.
         """
         self._meet("trainer.merge_and_unload")
-        refuse_merge(self._wish)
+        refuse_merge(self._wish, self.model)
         self._adopt()
         if self.sharded.buffers is not None:
             problem = f"{type(self.model).__name__} has running statistics, which are not in slices"
