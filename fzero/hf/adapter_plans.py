@@ -21,7 +21,7 @@ from fzero.base.errors import FzeroError
 from fzero.hf.adapters import has_adapters
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a module or parameter is in a model before adapters were put in. `role` is "" for what was there before,
     "lora_A", "lora_B", or "added" for what else peft adds."""
 
@@ -82,20 +82,20 @@ def _find_wrong(unit: Any) -> str | None:
     return f"has {type(next(iter(variants.values()))).__name__}" if variants else None
 
 
-def list_places(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
+def list_places(model: nn.Module, names: Iterable[str]) -> dict[str, LayerPlace]:
     """Each of the names of modules and parameters of a model -> its place before adapters were put in."""
     base, units = find_model(model), _find_units(model)
     start = "" if base is model else next(path for path, module in model.named_modules() if module is base)
-    places: dict[str, Place] = {}
+    places: dict[str, LayerPlace] = {}
     for name in names:
         if not start:
-            places[name] = _find_place(name, "", units) if units else Place(name)
+            places[name] = _find_place(name, "", units) if units else LayerPlace(name)
         elif name == start or name.startswith(f"{start}."):
             places[name] = _find_place(name[len(start) + 1 :], start, units)
     return places
 
 
-def _find_place(name: str, start: str, units: Mapping[str, Any]) -> Place:
+def _find_place(name: str, start: str, units: Mapping[str, Any]) -> LayerPlace:
     words, path, found = iter(name.split(".") if name else ()), start, list[str]()
     for word in words:
         if path in units:
@@ -105,14 +105,14 @@ def _find_place(name: str, start: str, units: Mapping[str, Any]) -> Place:
                 path = f"{path}.{word}"
             else:
                 role = word if word in ("lora_A", "lora_B") and next(words, None) is not None else "added"
-                return Place(".".join(found), role)
+                return LayerPlace(".".join(found), role)
             continue
         found.append(word)
         path = f"{path}.{word}".lstrip(".")
-    return Place(".".join(found), "added" if path in units else "")
+    return LayerPlace(".".join(found), "added" if path in units else "")
 
 
-def fit_style(place: Place, style: str) -> str | None:
+def fit_style(place: LayerPlace, style: str) -> str | None:
     """The style of what stands in a place, for the style of the layer there; None for none.
 
     Raises:

@@ -71,7 +71,9 @@ class Files(Sharers):
         with self._act("trainer.train", list_lines):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._find_newest() or True
-            return super().train(resume_from_checkpoint, *args, **named)
+            done = super().train(resume_from_checkpoint, *args, **named)
+            self._check_flags()
+            return done
 
     def _find_newest(self) -> str | None:
         """The newest checkpoint that is complete; where none is, the newest; None without checkpoints."""
@@ -115,6 +117,7 @@ class Files(Sharers):
                 processing.save_pretrained(str(folder))
             torch.save(self.args, folder / ARGUMENTS)
 
+        self._check_flags()
         self._meet("trainer.save_model")
         self._write(folder, prepare)
         whole: dict[str, torch.Tensor] = {}

@@ -22,7 +22,8 @@ import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.hf.data_ranks import DataRanks
 from fzero.hf.outside import Outside
-from fzero.hf.sharing import Wish, check_whole, choose_wish
+from fzero.hf.sharing import check_whole
+from fzero.hf.wishes import Wish, choose_wish
 
 MESH = VirtualMesh(fsdp=2, tp=2)
 
