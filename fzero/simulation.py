@@ -148,6 +148,15 @@ class Simulation:
         leaves, treedef = tree.flatten(args)
         return find_plan_of(self._prepare(treedef, leaves))
 
+    def check_flags(self) -> None:
+        """Raise for what the calls so far have noted, such as more rows than a bound, as the next call would. Call it
+        behind the last step of a run. Waits for the device. No collective: all ranks have the same flags.
+
+        Raises:
+            FzeroError: of the first flag that is set.
+        """
+        self._flags.read_all()
+
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, as `Step.init_pass_state` of `fzero.shard`."""
         leaves, treedef = tree.flatten(args)

@@ -254,6 +254,15 @@ class Step:
         data and as text (`print(step.report(params, opt_state, batch))`). No collective but with `cache`."""
         return report_step(self.program(*args), args, self._on.rank)
 
+    def check_flags(self) -> None:
+        """Raise for what the calls so far have noted, such as more rows than a bound, as the next call would. Call it
+        behind the last step of a run. Waits for the device. No collective: all ranks have the same flags.
+
+        Raises:
+            FzeroError: of the first flag that is set.
+        """
+        self._flags.read_all()
+
     def init_pass_state(self, *args: Any) -> dict[str, Sharded]:
         """The first value of the state that the step's passes keep, for a step with these arguments: path -> value,
         empty where the passes keep none. Give it to the first call as `pass_state`. No collective but with

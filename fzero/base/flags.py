@@ -119,6 +119,16 @@ class FlagReader:
             else:
                 self._arriving.append(_copy_to_host(flag))
 
+    def read_all(self) -> None:
+        """Raise for any flag of earlier calls that is set. Waits for the values.
+
+        Raises:
+            FzeroError: of the flag.
+        """
+        for _, event in self._arriving:
+            event.synchronize()
+        self.read(())
+
     def read(self, flags: Iterable[Flag]) -> None:
         """Raise for a flag on the CPU that is set, for a flag of `hold`, or for an earlier call's flag whose copy has
         arrived and is set.

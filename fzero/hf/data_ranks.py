@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
-from fzero.hf.sharing import ALONE, Sharing, Wish
+from fzero.hf.sharing import ALONE, Sharing
 from fzero.hf.together import Together
+from fzero.hf.wishes import Wish
 from fzero.ranks.live import find_ranks
 from fzero.ranks.ranks import Ranks
 

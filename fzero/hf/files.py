@@ -26,6 +26,7 @@ from fzero.hf.plan import TrainerPlan, place
 from fzero.hf.together import Plain
 from fzero.ranks.together import do_together, gather_words
 from fzero.state.safetensors import load_sources, open_safetensors
+from fzero.state.unpartition import replace_values
 from fzero.training.models import WHOLE
 from fzero.values.sharded import Sharded
 
@@ -70,7 +71,9 @@ class Files(Sharers):
         with self._act("trainer.train", list_lines):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._find_newest() or True
-            return super().train(resume_from_checkpoint, *args, **named)
+            done = super().train(resume_from_checkpoint, *args, **named)
+            self._check_flags()
+            return done
 
     def _find_newest(self) -> str | None:
         """The newest checkpoint that is complete; where none is, the newest; None without checkpoints."""
@@ -114,6 +117,7 @@ class Files(Sharers):
                 processing.save_pretrained(str(folder))
             torch.save(self.args, folder / ARGUMENTS)
 
+        self._check_flags()
         self._meet("trainer.save_model")
         self._write(folder, prepare)
         whole: dict[str, torch.Tensor] = {}
@@ -184,7 +188,10 @@ class Files(Sharers):
         """`params` with the values `whole` of some leaves, by their paths."""
 
         def fill(path: str, leaf: Any) -> Any:
-            return leaf.slice_of(whole[path].to(leaf.device, leaf.dtype)) if path in whole else leaf
+            if path not in whole:
+                return leaf
+            x = whole[path].to(leaf.device, leaf.dtype)
+            return replace_values(leaf, x) if leaf.form.layout.splits > 1 else leaf.slice_of(x)
 
         return tree.map_with_path(fill, params)
 

@@ -32,10 +32,11 @@ from fzero.hf.caches import (
     round_up,
 )
 from fzero.hf.checks import check_model
-from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, find_sharing, share_forwards
+from fzero.hf.sharing import check_sharable, check_whole, find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import TensorPlan
 from fzero.hf.turns import WHAT, Request, choose, fail
+from fzero.hf.wishes import Wish, check_mesh_of
 from fzero.ranks.agreement import meet
 from fzero.ranks.live import find_ranks
 from fzero.training.models import copy_without_values

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fzero.base.errors import FzeroError
+from fzero.hf.adapter_plans import find_owner, list_places
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import Rule
 
@@ -22,10 +23,11 @@ def check_counts(model: nn.Module, rules: Mapping[str, Rule], ranks: Mapping[Axi
         FzeroError: naming the module, the number, the ranks, and the numbers of ranks that divide.
     """
     modules: dict[str, Any] = dict(model.named_modules())
-    for name, rule in rules.items():
-        if name not in modules:
+    for path, place in list_places(model, rules).items():
+        if path not in modules or place.role:
             continue
-        module, world = modules[name], ranks[rule.axis]
+        module, rule, name = modules[path], rules[path], place.name
+        world = ranks[rule.axis]
         word, *words = rule.name.split()
         if word == "ep_dispatch_experts":
             _check(name, "experts", _read(name, module, "num_experts"), world, rule.axis)
@@ -35,7 +37,7 @@ def check_counts(model: nn.Module, rules: Mapping[str, Rule], ranks: Mapping[Axi
         elif word in ("colwise", "packed_colwise") and hasattr(module, "weight"):
             cut = rule.style.cut(module, "weight", module.weight)
             outputs = 0 if cut is None else module.weight.shape[cut[0]] // cut[1]
-            parent = modules[name.rpartition(".")[0]]
+            parent = find_owner(modules, path)
             # an embedding has a number for each head, such as a bias of positions
             counts = [outputs] if isinstance(module, nn.Embedding) and cut is not None else _list_heads(parent, outputs)
             for count in counts:

@@ -8,9 +8,10 @@ from torch import nn
 
 from fzero import FzeroError, lower, partition, tree
 from fzero.base.arguments import check_arguments
-from fzero.hf.sharing import Wish, find_sharing, share_forwards
+from fzero.hf.sharing import find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import TensorPlan
+from fzero.hf.wishes import Capacity, Wish
 from fzero.values.lowering import Apply
 
 
@@ -23,6 +24,7 @@ def parallel(
     ep: Axis | None = None,
     sp: Axis | None = None,
     plan: TensorPlan | None = None,
+    capacity: Capacity = "same",
     **how: Any,
 ) -> tuple[tree.Tree, Apply]:
     """`(params, apply)`: `fzero.lower(model)` with parameters that `fzero.partition` has split and cut on a mesh.
@@ -32,8 +34,14 @@ def parallel(
 
     The ranks along `tp` share layers as the model's own `tp_plan` says, and the ranks along `ep` share experts, as its
     `ep_plan` says. The ranks along `sp` each compute a part of the places of every row, but for attention, which sees
-    all places. All three are model axes: their ranks take the same examples. An axis is a name, a tuple of names, or
-    None for no such ranks. transformers has plans for most decoders; GPT-2, BERT, T5 and Whisper have plans of fzero.
+    all places. All three are model axes: their ranks take the same examples, but for `ep` with `capacity`. An axis is a
+    name, a tuple of names, or None for no such ranks. transformers has plans for most decoders; GPT-2, BERT, T5 and
+    Whisper have plans of fzero.
+
+    With `capacity` the ranks along `ep` take different examples, so `data` of `fzero.shard` names `ep`: each token goes
+    to the ranks of its experts, and what they make of it comes back (`fzero.parallel.experts`). A rank has room for
+    `capacity` times the mean of the tokens that come; None has room for all. Where more come, the next call of the step
+    raises. `fzero.parallel.experts` says what travels.
 
     `plan` adds rules to these, or replaces them: names of modules and parameters, in which "*" is a number, and styles
     of transformers, such as `{"lm_head": "replicate"}`. `how` are keywords of `fzero.partition`.
@@ -44,12 +52,13 @@ def parallel(
         FzeroError: for a model without a plan; for a rule that names nothing, and a style that is not known; for heads,
             experts, or another dim that the ranks do not divide; for a weight that is tied to one with another rule;
             with `sp` for a type of model, an attention or noise that was not tried on parts of a sequence, and for
-            ranks along `sp` that also share layers; as `fzero.lower` and `fzero.partition`. A step raises it for
-            inputs, outputs and losses of which ranks cannot have parts.
+            ranks along `sp` that also share layers; for `capacity` without `ep`, or where `ep` is an axis of `tp`; as
+            `fzero.lower` and `fzero.partition`. A step raises it for examples that are the same along an axis, and
+            should not be, or the other way round; for inputs, outputs and losses of which ranks cannot have parts.
     """
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")
-    sharing = find_sharing(model, Wish(tp, ep, sp, plan), mesh)
+    sharing = find_sharing(model, Wish(tp, ep, sp, plan, capacity), mesh)
     with share_forwards(model, sharing):
         params, apply = lower(model)
     return partition(params, mesh, split=sharing.split or None, **how), apply

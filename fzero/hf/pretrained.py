@@ -19,9 +19,10 @@ from fzero.hf.adapters import add_adapters, gather_adapters, has_adapters, save_
 from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
 from fzero.hf.merging import dequantize_leaves, list_leaves, merge_adapters
-from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, find_sharing, share_forwards
+from fzero.hf.sharing import check_sharable, find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import TensorPlan
+from fzero.hf.wishes import Capacity, Wish, check_mesh_of
 from fzero.ranks.live import find_ranks
 from fzero.ranks.together import do_together, gather_words
 from fzero.training.meshes import PORT, find_local_rank, make_mesh
@@ -56,13 +57,14 @@ class Pretrained(NamedTuple):
 
     def merge_and_unload(self) -> Pretrained:
         """The base model with the adapters as part of its weights, as `merge_and_unload` of peft returns it, in slices.
-        Codes become numbers. All ranks call together. This value stays as it is.
+        Codes become numbers. All ranks call together. This value stays as it is. The merged model is one whose layers
+        ranks do not share: its slices lie along all axes of the mesh.
 
         Raises:
             FzeroError: for virtual tokens, and for adapters of two modules that share a weight; for a model whose
-                layers ranks share, which has no adapters.
+                layers ranks share, and that has no adapters.
         """
-        refuse_merge(self.wish)
+        refuse_merge(self.wish, self.model)
         model, params = merge_adapters(self.model, self.params, self.mesh)
         return join_slices(model, params, self.mesh)
 
@@ -111,6 +113,7 @@ def from_pretrained(
     ep: Axis | None = None,
     sp: Axis | None = None,
     plan: TensorPlan | None = None,
+    capacity: Capacity = "same",
     **named: Any,
 ) -> Pretrained:
     """The model of a folder, or of a name on the Hub, in slices.
@@ -128,8 +131,8 @@ def from_pretrained(
     * `peft_config`: a configuration of peft, whose adapters are put into the model: `peft.get_peft_model`.
     * `quantize`: "nf4", "nf4-dq" (double quantization) or "int8", or a dict of keywords of `fzero.quantize`: frozen
       weights of the base model become codes, with `peft_config` for QLoRA.
-    * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
-      rules, as in `fzero.hf.parallel`. A rank holds slices of its parts.
+    * `tp`, `ep`, `sp`, `plan`, `capacity`: the axes of `mesh` whose ranks share layers, experts and the places of rows,
+      further rules, and room for tokens, as in `fzero.hf.parallel`. A rank holds slices of its parts.
     * `named`: further arguments of `cls.from_pretrained`.
 
     Raises:
@@ -142,7 +145,7 @@ def from_pretrained(
     coding = read_quantize(quantize)
     _refuse_places(named)
     _refuse_codes(Path(name_or_path))
-    wish = Wish(tp, ep, sp, plan)
+    wish = Wish(tp, ep, sp, plan, capacity)
     check_mesh_of(wish, mesh)
     if mesh is None:
         mesh = make_mesh(find_local_rank(None), PORT, None)
@@ -172,7 +175,7 @@ def from_pretrained(
     model = copy_without_values(made[0])
     if coding is not None:
         params = quantize_base(params, model, coding)
-    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish._asdict()), wish, how)
+    return Pretrained(model, params, apply, mesh, Generator(model, mesh, **wish.of_equal_examples()), wish, how)
 
 
 def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
@@ -180,9 +183,9 @@ def join_slices(model: Any, params: tree.Tree, mesh: Any) -> Pretrained:
     return Pretrained(model, params, lower(model.eval())[1], mesh, Generator(model, mesh))
 
 
-def refuse_merge(wish: Wish) -> None:
-    """Refuse to merge the adapters of a model whose layers ranks share."""
-    if wish.axes:
+def refuse_merge(wish: Wish, model: Any) -> None:
+    """Refuse to merge a model without adapters whose layers ranks share: the merged one is a model that they do not."""
+    if wish.axes and not has_adapters(model):
         problem = f"the model is shared along {wish.axes}, and has no adapters"
         raise FzeroError("merge_and_unload", problem, "save it as it is, by save_model or save_pretrained")
 

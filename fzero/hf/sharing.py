@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fzero import axis_size, tree
+from fzero import axis_index, axis_size, tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, mesh_shape
-from fzero.hf.adapters import has_adapters
+from fzero.base.mesh import mesh_shape
+from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
 from fzero.hf.sequence import check_sequence, cut_sequence
-from fzero.hf.styles import Axis, Cut, find_style
-from fzero.hf.tensor_plans import Rule, TensorPlan, generalize, list_rules
-
-
-class Wish(NamedTuple):
-    """The arguments `tp`, `ep`, `sp` and `plan` of `fzero.hf.parallel`."""
-
-    tp: Axis | None = None
-    ep: Axis | None = None
-    sp: Axis | None = None
-    plan: TensorPlan | None = None
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes that are given."""
-        return tuple(axis for axis in self[:3] if axis is not None)
-
-    def find_axes(self, mesh: VirtualMesh) -> dict[Axis, str]:
-        """Each axis that was given, and its name on the mesh.
-
-        Raises:
-            FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
-                state is cut over; for ranks along `sp` that also share layers.
-        """
-        for word, axis in zip(self._fields, self[:3]):
-            names = axis if isinstance(axis, tuple) else (axis,)
-            if axis is not None and not (names and all(isinstance(name, str) for name in names)):
-                raise FzeroError(f"{word}={axis!r}", "is no axis", 'give a name, such as "tp", or a tuple of names')
-        axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
-        of_layers = {name for axis in (self.tp, self.ep) if axis is not None for name in mesh.split(axes[axis])}
-        if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
-            problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
-            raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
-        for axis in axes.values():
-            if set(mesh.shard_axes).intersection(mesh.split(axis)):
-                way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
-                raise FzeroError(repr(axis), f"is an axis over which {mesh} cuts all state", way_out)
-        return axes
-
-    def find_data(self, mesh: Any) -> tuple[str, ...] | None:
-        """The axes along which ranks take different examples; None for what the names of axes say."""
-        sizes = mesh_shape(mesh)
-        shared = {name for axis in self.find_axes(sizes).values() for name in sizes.split(axis)}
-        return tuple(name for name in sizes.names if name not in shared) if shared else None
+from fzero.hf.styles import Axis, Cut, Style, find_style, send_tokens
+from fzero.hf.tensor_plans import Rule, generalize, list_rules
+from fzero.hf.wishes import Wish
 
 
 class Sharing(NamedTuple):
@@ -84,66 +43,48 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any) -> Sharing:
     """
     sizes = mesh_shape(mesh)
     axes = wish.find_axes(sizes)
+    if axes:
+        check_adapters(model)
     sequence = None
     if wish.sp is not None:
         shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
-        sequence = wish.sp, check_sequence(model, wish.sp, sizes.size(axes[wish.sp]), shared)
+        sequence = wish.sp, check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
     if wish.tp is None and wish.ep is None:
         return Sharing({}, {}, sequence)
     rules = _agree_on_ties(model, list_rules(model, wish.plan, wish.tp, wish.ep))
+    if wish.sends:
+        rules = _send_tokens(rules, wish)
     check_counts(model, rules, {axis: sizes.size(name) for axis, name in axes.items()})
     return Sharing(rules, _find_splits(model, rules), sequence)
 
 
-def choose_wish(given: Wish, of_model: Wish) -> Wish:
-    """How a model that is in slices already is shared.
+def _send_tokens(rules: Mapping[str, Rule], wish: Wish) -> dict[str, Rule]:
+    """Rules by which tokens go to the ranks of their experts.
 
     Raises:
-        FzeroError: for a wish beside it that differs.
+        FzeroError: for a rule of `ep` that needs the same tokens on all ranks.
     """
-    if given.axes and _list_names(given) != _list_names(of_model):
-        problem = f"are {given[:3]}, and from_pretrained had {of_model[:3]}"
-        raise FzeroError("tp, ep, sp", problem, "give them to from_pretrained alone")
-    if given.plan is not None and given.plan != of_model.plan:
-        problem = f"is given, and the slices are those of plan={of_model.plan!r:.80} of from_pretrained"
-        raise FzeroError("plan", problem, "give it to from_pretrained alone")
-    return of_model
-
-
-def _list_names(wish: Wish) -> list[tuple[str, ...] | None]:
-    """The names of mesh axes of tp, ep and sp."""
-    return [(axis,) if isinstance(axis, str) else axis for axis in wish[:3]]
-
-
-def check_mesh_of(wish: Wish, mesh: Any) -> None:
-    """Refuse axes without a mesh that has them.
-
-    Raises:
-        FzeroError: naming the axis; for a plan without an axis.
-    """
-    if wish.plan is not None and wish.tp is None and wish.ep is None:
-        raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
-    if wish.axes and mesh is None:
-        axis = wish.axes[0]
-        way_out = 'give mesh=init_device_mesh("cuda", (4, 2), mesh_dim_names=("fsdp", "tp"))'
-        raise FzeroError(repr(axis), "is no axis of a mesh: none is given", way_out)
-    if wish.axes:
-        wish.find_axes(mesh_shape(mesh))
+    assert wish.capacity != "same"
+    effect, made = send_tokens(wish.capacity), dict(rules)
+    for name, rule in rules.items():
+        if rule.axis == wish.ep and rule.name == "ep_dispatch_experts":
+            made[name] = rule._replace(style=Style(rule.style.cut, effect, sends=True))
+        elif rule.axis == wish.ep and rule.style.effect is not None:
+            problem = f"has the style {rule.name!r}, which joins what ranks make of the same tokens"
+            raise FzeroError(name, problem, "leave capacity out")
+    return made
 
 
 def check_sharable(wish: Wish, model: Any, buffers: Any) -> None:
     """Refuse a model whose layers ranks cannot share here.
 
     Raises:
-        FzeroError: for adapters, and for running statistics.
+        FzeroError: for running statistics.
     """
     if not wish.axes:
         return
     words = " and ".join(word for word, axis in zip(wish._fields, wish[:3]) if axis is not None)
     way_out = f"leave {words} out, or train it by fzero.hf.parallel and fzero.shard"
-    if has_adapters(model):
-        problem = f"{type(model).__name__} has adapters, and no plan names their matrices"
-        raise FzeroError("model", problem, f"merge them before, or leave {words} out")
     if buffers is not None:
         problem = f"{type(model).__name__} has running statistics, which are those of whole layers"
         raise FzeroError("model", problem, way_out)
@@ -186,8 +127,9 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
             if rule is not None and rule.style.effect is not None:
                 replace(module, _run_with(rule, module, module.forward))
         if sharing.sequence is not None:
-            replace(model, cut_sequence(model, *sharing.sequence))
-        replace(model, _name_shapes(model, {rule.axis for rule in rules.values()}))
+            base = find_model(model)
+            replace(base, cut_sequence(base, *sharing.sequence))
+        replace(model, _name_shapes(model, _list_sending(rules)))
         yield
     finally:
         for module, before in replaced:
@@ -208,12 +150,35 @@ def _run_with(rule: Rule, module: nn.Module, forward: Callable[..., Any]) -> Cal
     return run
 
 
-def _name_shapes(model: nn.Module, axes: Iterable[Axis]) -> Callable[..., Any]:
+def _list_sending(rules: Mapping[str, Rule]) -> dict[Axis, bool]:
+    """Each axis of rules, and whether tokens go from rank to rank along it."""
+    found: dict[Axis, bool] = {}
+    for rule in rules.values():
+        found[rule.axis] = found.get(rule.axis, False) or rule.style.sends
+    return found
+
+
+def _check_examples(model: nn.Module, axes: Mapping[Axis, bool]) -> None:
+    """Refuse other examples along an axis than the rules are for: the result would be another one, silently."""
+    for axis, sends in axes.items():
+        names, alike = {axis} if isinstance(axis, str) else {*axis}, {*find_parts(axis_index(axis))}
+        if axis_size(axis) == 1 or (not alike if sends else names <= alike):
+            continue
+        name, where = min(names & alike if sends else names - alike), type(model).__name__
+        if sends:
+            problem = f"has the same examples along {name!r}, and capacity= sends each rank's own tokens"
+            raise FzeroError(where, problem, f"name {name!r} in data=, or leave capacity out")
+        problem = f"has other examples on each rank along {name!r}, whose ranks share layers"
+        raise FzeroError(where, problem, f"leave {name!r} out of data=; for experts of such ranks give capacity=")
+
+
+def _name_shapes(model: nn.Module, axes: Mapping[Axis, bool]) -> Callable[..., Any]:
     """The forward of a model, with the module where shapes do not fit on ranks that have parts."""
     forward = model.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        _check_examples(model, axes)
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fzero import all_gather, axis_index, axis_size, psum, psum_scatter
+from fzero.parallel.routing import experts
 from fzero.parallel.vocabulary import find_local
 
 Cut = tuple[int, int]
@@ -32,6 +33,7 @@ class Style(NamedTuple):
     cut: Callable[[nn.Module, str, Tensor], Cut | None]
     effect: Effect | None = None
     is_whole: bool = False  # whether input and output are the same on all ranks, so that the style may be left out
+    sends: bool = False  # whether ranks have different tokens, which go to other ranks
 
 
 def _cut_nothing(module: nn.Module, name: str, leaf: Tensor) -> Cut | None:
@@ -174,6 +176,32 @@ def dispatch(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor, in
     given = torch.where(is_other, own, index % own), weights.masked_fill(is_other, 0)
     with set_attributes(module, num_experts=own, _is_expert_parallel=True):
         return psum(forward(x, *given), axis)
+
+
+def send_tokens(capacity: float | None) -> Effect:
+    """The effect of experts whose ranks have different tokens: tokens go to the ranks of their experts and come back.
+
+    A rank computes the rows that came, in order of its experts, by the module's own forward with weights of 1. Rows
+    that are not filled have the number behind the last own expert, and the weight 0, as those of other ranks have in
+    transformers. The weights of the router count where the tokens came from.
+    """
+
+    def run(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor, index: Tensor, weights: Tensor) -> Any:
+        if axis_size(axis) == 1:
+            return forward(x, index, weights)
+        own = module.num_experts // axis_size(axis)
+
+        def compute(rows: Tensor, counts: Tensor) -> Tensor:
+            places = torch.arange(len(rows), device=rows.device)
+            owner = torch.searchsorted(counts.cumsum(0), places, right=True).unsqueeze(-1)
+            with set_attributes(module, num_experts=own, _is_expert_parallel=True):
+                return forward(rows, owner, (owner < own).to(weights.dtype))
+
+        made = experts(compute, x, index, weights, number=module.num_experts, axis=axis, capacity=capacity)
+        assert isinstance(made, Tensor)
+        return made.to(x.dtype)
+
+    return run
 
 
 def divide(names: tuple[str, ...]) -> Effect:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fzero.base.errors import FzeroError
+from fzero.hf.adapter_plans import find_model, fit_style, list_places
 from fzero.hf.styles import STYLES, Axis, Style, find_style
 
 TensorPlan = Mapping[str, str]
@@ -95,28 +96,31 @@ def list_rules(model: nn.Module, plan: TensorPlan | None, tp: Axis | None, ep: A
     """Name of a module or parameter -> its rule: `plan` first, then the model's own plans, then ours.
 
     A module with a rule of the expert plan loses its rules of the tensor plan, and so do its parts, as in transformers.
+    Rules name what was there before adapters of peft: of LoRA each module has the rule that fits.
 
     Raises:
         FzeroError: for a model without a plan; for a rule of `plan` that names nothing, or an unknown style.
     """
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
-    expert_plan = _read_plan(model, "ep_plan") if ep is not None else {}
-    tensor_plan = _read_plan(model, "tp_plan") | _find_ours(model) if tp is not None else {}
+    places, base = list_places(model, names), find_model(model)
+    expert_plan = _read_plan(base, "ep_plan") if ep is not None else {}
+    tensor_plan = _read_plan(base, "tp_plan") | _find_ours(base) if tp is not None else {}
     if plan is not None:
-        _check_names(plan, names)
+        _check_names(plan, [place.name for place in places.values()])
         own = {name: style for name, style in plan.items() if ep is not None and style in EXPERT_STYLES}
         expert_plan = expert_plan | own
         tensor_plan = tensor_plan | {name: style for name, style in plan.items() if name not in own}
     for axis, kind, found in ((tp, "tensor", tensor_plan), (ep, "expert", expert_plan)):
         if axis is not None and not found:
             way_out = f"give plan={{name: style}}, with styles such as {', '.join(list(STYLES)[:4])}"
-            raise FzeroError(type(model).__name__, f"has no {kind} plan for the axis {axis!r}", way_out)
+            raise FzeroError(type(base).__name__, f"has no {kind} plan for the axis {axis!r}", way_out)
     experts = [re.compile(_to_expression(name) + r"(\..*)?") for name in expert_plan]
     rules: dict[str, Rule] = {}
-    for name in names:
-        style, axis = _find(name, expert_plan), ep
-        if style is None and tp is not None and not any(each.fullmatch(name) for each in experts):
-            style, axis = _find(name, tensor_plan), tp
+    for name, place in places.items():
+        style, axis = _find(place.name, expert_plan), ep
+        if style is None and tp is not None and not any(each.fullmatch(place.name) for each in experts):
+            style, axis = _find(place.name, tensor_plan), tp
+        style = None if style is None else fit_style(place, style)
         if style is not None and axis is not None:
             rules[name] = Rule(style, _read_style(name, style), axis)
     return rules

@@ -77,12 +77,23 @@ class Together(Plain):
         if isinstance(held, str) and isinstance(self.eval_dataset, dict):
             held = self.eval_dataset.get(held)
         with self._act("trainer.evaluate", lambda: self._list_alike("eval_dataset", held)):
-            return super().evaluate(eval_dataset, *args, **named)
+            found = super().evaluate(eval_dataset, *args, **named)
+            self._check_flags()
+            return found
 
     def predict(self, test_dataset: Any, *args: Any, **named: Any) -> Any:
         """As transformers' `predict`. All ranks call it together."""
         with self._act("trainer.predict", lambda: self._list_alike("test_dataset", test_dataset)):
-            return super().predict(test_dataset, *args, **named)
+            found = super().predict(test_dataset, *args, **named)
+            self._check_flags()
+            return found
+
+    def _check_flags(self) -> None:
+        """Raise for what the last calls of programs have noted, which no further call would raise for."""
+        for name in ("_begin", "_add", "_forward"):
+            program = getattr(self, name, None)
+            if program is not None:
+                program.check_flags()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
         """As transformers' `evaluation_loop`, where all ranks draw each batch, or come to the end, together."""

@@ -38,13 +38,14 @@ from fzero.hf.plan import check_mesh, enable_checkpointing, find_spread, hide, m
 from fzero.hf.pretrained import Pretrained, join_slices, refuse_merge
 from fzero.hf.progress import MemoryTracker, TracedState
 from fzero.hf.scaling import Scaler, make_unscale
-from fzero.hf.sharing import Wish, check_mesh_of, check_sharable, check_whole, choose_wish, find_sharing, share_forwards
+from fzero.hf.sharing import check_sharable, check_whole, find_sharing, share_forwards
 from fzero.hf.signatures import join_signatures
 from fzero.hf.sliced import call_narrow
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import TensorPlan
 from fzero.hf.together import Plain
 from fzero.hf.updates import Updates, clip_to_norm
+from fzero.hf.wishes import Capacity, Wish, check_mesh_of, choose_wish
 from fzero.hf.wrapped import Wrapped
 from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
@@ -78,8 +79,8 @@ class Trainer(Updates):
     * `mesh`: a mesh of torch, or a `VirtualMesh` to run all ranks in this process, where each batch of this process is
       cut over the ranks. By default all ranks lie along one axis, "fsdp".
     * `stage`: as in `fzero.shard`. By default 3, or what `deepspeed` or `fsdp_config` of the arguments says.
-    * `tp`, `ep`, `sp`, `plan`: the axes of `mesh` whose ranks share layers, experts and the places of rows, and further
-      rules, as in `fzero.hf.parallel`. Ranks along them take the same batches (docs/hf_parallel.md).
+    * `tp`, `ep`, `sp`, `plan`, `capacity`: axes of `mesh`, rules and room for tokens, as in `fzero.hf.parallel`. Ranks
+      along these axes take the same batches, but for `ep` with a `capacity` (docs/hf_parallel.md).
     * `quantize`: "nf4", "nf4-dq" (double quantization) or "int8", or a dict of keywords of `fzero.quantize`: frozen
       weights of the base model are held and gathered as codes, as in QLoRA.
 
@@ -88,9 +89,8 @@ class Trainer(Updates):
     values, and a use of its old values raises an `FzeroError`. `trainer.sharded` is the state: parameters and optimizer
     state, trees of `Sharded` leaves.
 
-    `compute_loss` of transformers, or of a subclass, computes the loss, and is traced. So it is a pure function of its
-    arguments. The optimizer of torch holds groups of parameters and their rates, which a schedule moves; each update is
-    a program.
+    `compute_loss` of transformers, or of a subclass, is traced, so it is a pure function of its arguments. torch's
+    optimizer holds groups of parameters and their rates, which a schedule moves; each update is a program.
 
     Raises:
         FzeroError: for an argument or an optimizer that is not supported; with `tp`, `ep`, `sp` as `fzero.hf.parallel`.
@@ -111,9 +111,10 @@ class Trainer(Updates):
         ep: Axis | None = None,
         sp: Axis | None = None,
         plan: TensorPlan | None = None,
+        capacity: Capacity = "same",
         **named: Any,
     ) -> None:
-        self._coding, self._wish = read_quantize(quantize), Wish(tp, ep, sp, plan)
+        self._coding, self._wish = read_quantize(quantize), Wish(tp, ep, sp, plan, capacity)
         self.mesh, self._is_given = mesh, mesh is not None or isinstance(model, Pretrained)
         self._groups: list[Group] = []
         self._options: list[dict[str, Any]] = []  # of the groups of torch's optimizer, which an update takes once
@@ -335,7 +336,8 @@ class Trainer(Updates):
             way_out = "save_model(folder), and call generate of fzero.hf.from_pretrained(folder)"
             raise FzeroError("generate", problem, way_out)
         if self._generator is None or self._generator.given is not self.model:
-            self._generator = Generator(self.model, self.mesh, call=self._call, **self._wish._asdict(), **self._how)
+            how = {**self._wish.of_equal_examples(), **self._how}
+            self._generator = Generator(self.model, self.mesh, call=self._call, **how)
         return self._generator(self.sharded.params, *args, **named)
 
     def merge_and_unload(self) -> Pretrained:
@@ -348,13 +350,12 @@ class Trainer(Updates):
             FzeroError: for a model with running statistics; as `Pretrained.merge_and_unload`.
         """
         self._meet("trainer.merge_and_unload")
-        refuse_merge(self._wish)
+        refuse_merge(self._wish, self.model)
         self._adopt()
         if self.sharded.buffers is not None:
             problem = f"{type(self.model).__name__} has running statistics, which are not in slices"
             raise FzeroError("merge_and_unload", problem, "save_model(folder), and merge with peft")
-        structure = copy_without_values(self.model)
-        return join_slices(structure, self.sharded.params, self.mesh).merge_and_unload()
+        return join_slices(copy_without_values(self.model), self.sharded.params, self.mesh).merge_and_unload()
 
     # gradients
 

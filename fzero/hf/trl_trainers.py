@@ -13,6 +13,7 @@ from fzero.hf.outside import Outside
 from fzero.hf.pretrained import Pretrained
 from fzero.hf.reference import MoveReference, Reference
 from fzero.hf.trl_options import check_options, list_fields
+from fzero.hf.wishes import Wish
 
 
 class _Base(Outside):
@@ -46,6 +47,10 @@ class _Front(Outside):
     def __init__(
         self, model: Any, *more: Any, mesh: Any = None, stage: int | None = None, quantize: Any = None, **named: Any
     ) -> None:
+        axis = next((name for name in Wish._fields if name in named), None)
+        if axis is not None:
+            problem = f"is given, and {type(self).__name__} calls the model outside of programs"
+            raise FzeroError(axis, problem, "leave it out, or give the data to fzero.hf.Trainer")
         self._own = {"mesh": mesh, "stage": stage, "quantize": quantize}
         self._pretrained = model if isinstance(model, Pretrained) else None
         if self._pretrained is not None:

@@ -119,6 +119,31 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
     return tree.unflatten(treedef, leaves)
 
 
+def replace_values(leaf: Sharded, whole: Tensor) -> Sharded:
+    """A leaf of the form of `leaf` with the values of a whole tensor, which all ranks have. No rank waits for others.
+
+    The slice is filled where it lies; parts along a model axis are those of this rank, or of all ranks of a process.
+
+    Raises:
+        FzeroError: for another shape.
+    """
+    form, path = leaf.form, leaf.path
+    layout, index = form.layout, form.leaf
+    if whole.shape != leaf.global_shape:
+        raise FzeroError(
+            path, f"has shape {list(leaf.global_shape)}, the new value {list(whole.shape)}", "give equal shapes"
+        )
+    slices = allocate_slices(
+        {index: layout.leaves[index]}, layout, leaf.on.rank, leaf.dtype, leaf.device, place=leaf.place
+    )
+    source = TensorSource(whole.to(leaf.dtype), path)
+    for out, part in list_parts(slices[index].view(-1), source, layout, index, leaf.ranks):
+        fill(out, part, layout, index, leaf.on.rank, CHUNK_NBYTES)
+    made = Sharded.of_form(slices[index], form)
+    made.origin = follow([leaf.origin], fingerprint(source))
+    return made
+
+
 def _read_whole(leaf: Sharded) -> Tensor:
     """The whole leaf, once ranks have agreed on it."""
     return _join(leaf, leaf.ranks) if leaf.form.layout.splits > 1 else leaf.full_tensor().detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,42 @@ def make(name: str, **settings: Any) -> tuple[Any, Any]:
 def test_a_model_of_its_plan_equals_one_device(name: str) -> None:
     params = assert_equals_one_device(*make(name, **SIZES[name]))
     assert sum(leaf.form.layout.split_axes == ("tp",) for leaf in tree.leaves(params)) > 6
+
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "Llama": {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "bias": "all"},
+    "GPT-2": {"target_modules": ["wte", "c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_peft_are_shared_as_their_layers(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, batch = make(name, **SIZES[name])
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **ADAPTED[name])).double()
+    with torch.no_grad():
+        for path, leaf in model.named_parameters():
+            if "lora_" in path:
+                leaf.add_(0.1 * torch.randn_like(leaf))
+    params = assert_equals_one_device(model, batch)
+    parts = [path for path, x in zip(tree.paths(params), tree.leaves(params)) if x.form.layout.split_axes]
+    matrices = {path.split(".")[-2 if path.endswith("default") else -3] for path in parts if "lora_" in path}
+    assert matrices == {"lora_A", "lora_B"}
+
+
+def test_adapters_that_no_rule_fits_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    at, model = {"target_modules": ["q_proj"]}, make("Llama", **SIZES["Llama"])[0]
+    for config, words in (
+        (peft.LoraConfig(**at, use_dora=True), "q_proj: has DoraLinearVariant, which ranks cannot share"),
+        (peft.LoraConfig(**at, trainable_token_indices=[1]), "is a peft.utils.other.TrainableTokensWrapper"),
+        (peft.IA3Config(**at, feedforward_modules=[]), "adapter 'default' is IA3, and ranks can share LoRA alone"),
+    ):
+        with pytest.raises(FzeroError, match=words):
+            fzero.hf.parallel(peft.get_peft_model(copy.deepcopy(model), config), MESH)
+    plan = {"model.layers.*.self_attn.q_proj": "packed_rowwise"}
+    with pytest.raises(FzeroError, match="q_proj: has adapters, and the style 'packed_rowwise'"):
+        fzero.hf.parallel(peft.get_peft_model(model, peft.LoraConfig(**at)), MESH, plan=plan)
 
 
 def test_experts_are_shared_along_an_axis_of_their_own() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")  # without which transformers has no Trainer
 import torch
 import transformers
 from accelerate import Accelerator
-from hf_models import SEQ2SEQ, make_arguments, make_dataset, make_model, make_pairs, read_evaluations, read_logs
+from hf_models import SEQ2SEQ, make_arguments, make_dataset, make_pairs, read_evaluations, read_logs
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +22,8 @@ import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.hf.data_ranks import DataRanks
 from fzero.hf.outside import Outside
-from fzero.hf.sharing import Wish, check_whole, choose_wish
+from fzero.hf.sharing import check_whole
+from fzero.hf.wishes import Wish, choose_wish
 
 MESH = VirtualMesh(fsdp=2, tp=2)
 
@@ -177,11 +178,29 @@ def test_merging_and_a_split_of_the_user_are_refused_with_axes(tmp_path: Path) -
         fzero.hf.Trainer(pretrained, make_arguments(tmp_path / "out")).merge_and_unload()
 
 
-def test_a_model_of_peft_is_refused(tmp_path: Path) -> None:
+def test_adapters_train_load_and_merge_as_in_transformers(tmp_path: Path) -> None:
+    """LoRA of all layers, beside a head that is trained whole. A checkpoint is read into parts."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(FzeroError, match="has adapters, and no plan names their matrices"):
-        fzero.hf.Trainer(model, make_arguments(tmp_path), mesh=MESH, tp="tp")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+
+    def adapt() -> Any:
+        return peft.get_peft_model(make(), config)
+
+    theirs = train(transformers.Trainer, tmp_path / "theirs", adapt())
+    ours = train(fzero.hf.Trainer, tmp_path / "ours", adapt(), mesh=VirtualMesh(fsdp=1, tp=2), tp="tp")
+    assert_equal(ours, theirs)
+    ours._load_from_checkpoint(str(tmp_path / "ours" / "checkpoint-2"))
+    read = peft.PeftModel.from_pretrained(make(), tmp_path / "ours" / "checkpoint-2")
+    loaded = fzero.unpartition(ours.sharded.params)
+    for name, x in zip(tree.paths(loaded), tree.leaves(loaded)):
+        torch.testing.assert_close(x, read.get_parameter(name), msg=name)
+    prompt = torch.tensor([[5, 6, 7]] * 2)
+    expected = read.generate(input_ids=prompt, max_new_tokens=3, do_sample=False)
+    assert torch.equal(ours.generate(input_ids=prompt, max_new_tokens=3, do_sample=False), expected)
+    ours.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, x in read.merge_and_unload().named_parameters():
+        torch.testing.assert_close(merged.get_parameter(name), x, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_a_trainer_whose_loss_is_no_program_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ def test_releases_of_trl_that_do_not_work_are_refused_by_name() -> None:
     assert f"trl>={'.'.join(map(str, LEAST))},<{'.'.join(map(str, BEFORE))}" in declared["trl"]
 
 
+def test_axes_of_ranks_that_share_a_model_are_refused_by_name(tmp_path: Path) -> None:
+    for name, given in (("tp", "tp"), ("capacity", None)):
+        with pytest.raises(FzeroError, match=f"{name}: is given, and SFTTrainer calls the model outside of programs"):
+            make_ours(tmp_path, **{name: given})
+
+
 def test_names_of_fzero_hf_are_there_and_no_other() -> None:
     for name in NAMES:
         assert issubclass(getattr(fzero.hf, name), getattr(trl, name))

@@ -1,0 +1,116 @@
+"""Wishes: along which axes of a mesh the ranks shall share a model, as the user gave them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.hf.styles import Axis
+from fzero.hf.tensor_plans import TensorPlan
+
+Capacity = float | Literal["same"] | None
+"""What `capacity` of `fzero.hf.parallel` takes."""
+
+
+class Wish(NamedTuple):
+    """The arguments `tp`, `ep`, `sp`, `plan` and `capacity` of `fzero.hf.parallel`."""
+
+    tp: Axis | None = None
+    ep: Axis | None = None
+    sp: Axis | None = None
+    plan: TensorPlan | None = None
+    capacity: Capacity = "same"
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks along `ep` take different examples, whose tokens go to the ranks of their experts."""
+        return self.ep is not None and self.capacity != "same"
+
+    def of_equal_examples(self) -> dict[str, Any]:
+        """The arguments where ranks along all of these axes have the same examples, as in `generate`."""
+        return {name: x for name, x in self._asdict().items() if name != "capacity"}
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that are given."""
+        return tuple(axis for axis in self[:3] if axis is not None)
+
+    def find_axes(self, mesh: VirtualMesh) -> dict[Axis, str]:
+        """Each axis that was given, and its name on the mesh.
+
+        Raises:
+            FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
+                state is cut over; for ranks along `sp` that also share layers.
+        """
+        for word, axis in zip(self._fields, self[:3]):
+            names = axis if isinstance(axis, tuple) else (axis,)
+            if axis is not None and not (names and all(isinstance(name, str) for name in names)):
+                raise FzeroError(f"{word}={axis!r}", "is no axis", 'give a name, such as "tp", or a tuple of names')
+        axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
+        of_layers = {name for axis in (self.tp, self.ep) if axis is not None for name in mesh.split(axes[axis])}
+        if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
+            problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
+            raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
+        if self.capacity != "same" and self.ep is None:
+            raise FzeroError(f"capacity={self.capacity!r}", "is given without ep", 'name the axis, as in ep="ep"')
+        if (
+            self.sends
+            and self.ep is not None
+            and self.tp is not None
+            and {*mesh.split(axes[self.ep])} & {*mesh.split(axes[self.tp])}
+        ):
+            problem = f"is given, and ranks along tp={self.tp!r} have the same tokens"
+            raise FzeroError(f"capacity={self.capacity!r}", problem, "give ep another axis, or leave capacity out")
+        for axis in axes.values():
+            if set(mesh.shard_axes).intersection(mesh.split(axis)):
+                way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
+                raise FzeroError(repr(axis), f"is an axis over which {mesh} cuts all state", way_out)
+        return axes
+
+    def find_data(self, mesh: Any) -> tuple[str, ...] | None:
+        """The axes along which ranks take different examples; None for what the names of axes say."""
+        sizes = mesh_shape(mesh)
+        axes = self.find_axes(sizes)
+        alike = [joined for axis, joined in axes.items() if not (self.sends and axis == self.ep)]
+        shared = {name for joined in alike for name in sizes.split(joined)}
+        return tuple(name for name in sizes.names if name not in shared) if axes else None
+
+
+def choose_wish(given: Wish, of_model: Wish) -> Wish:
+    """How a model that is in slices already is shared.
+
+    Raises:
+        FzeroError: for a wish beside it that differs.
+    """
+    if given.axes and _list_names(given) != _list_names(of_model):
+        problem = f"are {given[:3]}, and from_pretrained had {of_model[:3]}"
+        raise FzeroError("tp, ep, sp", problem, "give them to from_pretrained alone")
+    if given.axes and given.capacity != of_model.capacity:
+        problem = f"is {given.capacity!r}, and from_pretrained had {of_model.capacity!r}"
+        raise FzeroError("capacity", problem, "give it to from_pretrained alone")
+    if given.plan is not None and given.plan != of_model.plan:
+        problem = f"is given, and the slices are those of plan={of_model.plan!r:.80} of from_pretrained"
+        raise FzeroError("plan", problem, "give it to from_pretrained alone")
+    return of_model
+
+
+def _list_names(wish: Wish) -> list[tuple[str, ...] | None]:
+    """The names of mesh axes of tp, ep and sp."""
+    return [(axis,) if isinstance(axis, str) else axis for axis in wish[:3]]
+
+
+def check_mesh_of(wish: Wish, mesh: Any) -> None:
+    """Refuse axes without a mesh that has them.
+
+    Raises:
+        FzeroError: naming the axis; for a plan without an axis.
+    """
+    if wish.plan is not None and wish.tp is None and wish.ep is None:
+        raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
+    if wish.axes and mesh is None:
+        axis = wish.axes[0]
+        way_out = 'give mesh=init_device_mesh("cuda", (4, 2), mesh_dim_names=("fsdp", "tp"))'
+        raise FzeroError(repr(axis), "is no axis of a mesh: none is given", way_out)
+    if wish.axes:
+        wish.find_axes(mesh_shape(mesh))
