@@ -10,6 +10,12 @@ from torch import Tensor
 from fzero import Program, ops
 
 
+def _find_split_axes(walk: Any, node: Any) -> tuple[str, ...]:
+    """The model axes that the leaves of a node are split over: a buffer of such leaves differs along these."""
+    split_axes: tuple[str, ...] = walk.program.layouts[node.args[1]].split_axes
+    return split_axes
+
+
 def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tensor]:
     position = rank.along(node.args[4])
     return lambda buffer, bucket, leaves, numel, axis: buffer.view(-1, numel)[position].clone()
@@ -17,7 +23,7 @@ def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tenso
 
 keep_part = ops.define(
     "keep_part", names="leaves", takes_buffers=True, perform=_perform_keep,
-    kind=lambda walk, node: walk.of(node.args[0]).over | {node.args[4]},
+    kind=lambda walk, node: walk.of(node.args[0]).over.union([node.args[4]], _find_split_axes(walk, node)),
     fake=lambda buffer, bucket, leaves, numel, axis: buffer.new_empty(numel),
     work=lambda node: ops.Work(0, 2 * node.meta["val"].nbytes),
 )  # fmt: skip
@@ -40,7 +46,8 @@ def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
 
 
 def _find_kind(walk: Any, node: Any) -> ops.Buffer:
-    return ops.Buffer(True, node.args[1], tuple(node.args[2]), over=walk.of(node.args[0]) - {node.args[4]})
+    over = walk.of(node.args[0]) - {node.args[4], *_find_split_axes(walk, node)}
+    return ops.Buffer(True, node.args[1], tuple(node.args[2]), over=over)
 
 
 gather_parts = ops.define(

@@ -25,7 +25,8 @@ def _take_mean(received: Tensor, count: int, numel: int) -> Tensor:
 
 
 def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-    along, over = program.wire_of(node), list_replicas(program, node.kwargs.get("replicas", True))
+    along = program.wire_of(node)
+    over, splits = list_replicas(program, node.args[1], node.kwargs.get("replicas", True)), along.layout.splits
     (outer, inner), what = program.mesh.shard_axes, f"qgz of {node.args[1]}"
     nodes, inside = (program.mesh.size(axis) for axis in (outer, inner))
 
@@ -34,7 +35,8 @@ def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         packed = quantize_to_4_bits(_take_mean(received, inside, numel)).view(-1)  # [n * B]
         received = yield ops.AllToAll(f"{what} over {outer}", outer, packed)
         block = _take_mean(received, nodes, numel).view(-1)  # [S]
-        return ((yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block).to(fulls[0].dtype)
+        block = (yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block
+        return (block / splits if splits > 1 else block).to(fulls[0].dtype)
 
     return run
 
@@ -44,7 +46,7 @@ def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
     size = program.mesh.size(outer) * count_nibbles(move.numel)
     yield ops.Comm("all_to_all", inner, move.bucket, torch.uint8, program.mesh.size(inner) * size)
     yield ops.Comm("all_to_all", outer, move.bucket, torch.uint8, size)
-    if over := list_replicas(program, node.kwargs.get("replicas", True)):
+    if over := list_replicas(program, move.bucket, node.kwargs.get("replicas", True)):
         yield ops.Comm("all_reduce", over, move.bucket, torch.float32, 4 * move.numel)
 
 
