@@ -101,10 +101,15 @@ def vocab_cross_entropy(
         total, target = fzero.psum(torch.stack([shifted.exp().sum(-1), picked]), axis)
         return torch.where(is_kept, total.log() - target, 0)
 
-    params = (head,) if bias is None else (head, bias)
-    params = params if classes is None else take_rows(params, axis)
+    whole: tuple[Tensor, ...] = (head,) if bias is None else (head, bias)
+    params = whole if classes is None else take_rows(whole, axis)
     rows = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     losses = find_losses(params, *rows) if chunks == 1 else fzero.tiled(find_losses, chunks)(params, *rows)
+    return reduce_losses(losses, labels, ignore_index, reduction)
+
+
+def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses of all labels, 1-d: as labels lie, their sum, or their mean over the labels that count."""
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / (labels != ignore_index).sum() if reduction == "mean" else losses.sum()
@@ -112,9 +117,10 @@ def vocab_cross_entropy(
 
 def find_classes(what: str, weight: Tensor, axis: str | tuple[str, ...], is_whole: bool | None) -> int | None:
     """The rows of a weight that ranks along an axis have whole; None for one of which they have parts."""
+    path = weight.path if isinstance(weight, fzero.Sharded) else ""
     is_split = isinstance(weight, fzero.Sharded) and weight.global_shape != weight.shape
     if is_whole and is_split:
-        problem = f"{weight.path} is split, and is_whole says that each rank has all of it"
+        problem = f"{path} is split, and is_whole says that each rank has all of it"
         raise FzeroError(what, problem, "leave the leaf out of split=, or is_whole out of the call")
     is_known = isinstance(weight, fzero.Sharded) and not is_split and fzero.axis_size(axis) > 1
     return len(weight) if is_whole or (is_known and is_whole is None) else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import Program, ops
 from fzero.variants.exchange import define_exchange
+from fzero.variants.model_axes import find_pack_kind
 
 
 class Compressor:
@@ -27,8 +28,7 @@ class Compressor:
         self.pack = ops.define(
             f"{name}_pack", names="leaves", perform=lambda program, node, rank: partial(self._pack, program, node),
             scratch=lambda program, node: ops.measure_scratch(partial(self._pack, program, node), *node.args),
-            fake=self._fake,
-            kind=self._find_kind,
+            fake=self._fake, kind=find_pack_kind,
         )  # fmt: skip
 
     def size(self, world: int, numel: int) -> int:
@@ -46,12 +46,6 @@ class Compressor:
     def _fake(self, fulls: Any, bucket: str, leaves: Any, numel: int, world: int, kept: Any, *rest: Any) -> Any:
         packed = fulls[0].new_empty(world * self.count_bytes(numel, *rest[-1]), dtype=torch.uint8)
         return packed if kept is None else [packed, torch.empty_like(kept)]
-
-    def _find_kind(self, walk: Any, node: Any) -> Any:
-        """Gradients, and what is kept of them, differ along data axes, and those of split leaves along model axes."""
-        fulls, *_, kept, _, _ = node.args
-        kind = walk.per_rank.union(*map(walk.of, fulls), walk.of(kept))
-        return [kind] * 2 if isinstance(node.meta["val"], list) else kind
 
     def _pack(self, program: Program, node: Any, fulls: Any, bucket: str, leaves: Any, numel: int, world: int,
               kept: Any, count: Any, options: tuple[Any, ...]) -> Any:  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fzero import Program, ops
+from fzero.variants.model_axes import list_replicas
 
 
 def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Callable[..., Any]) -> Any:
@@ -24,14 +25,13 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         _, bucket, _, _, _, replicas, _ = node.args
         axis, over, what = program.mesh.shard_axis, list_replicas(program, bucket, replicas), f"{name} of {bucket}"
-        splits = program.layouts[bucket].splits
 
         def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
             received = yield ops.AllToAll(what, axis, packed)
-            block = take_mean(received, program.mesh.size(axis), numel, options)
+            block = take_mean(received, program.mesh.size(axis), numel, options) / program.layouts[bucket].splits
             if over:
                 block = yield ops.AllReduce(f"{what} over {over}", over, block, "avg")
-            return (block / splits if splits > 1 else block).to(dtype)
+            return block.to(dtype)
 
         return run
 
@@ -54,10 +54,3 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
             take_mean, node.args[0], program.mesh.size(program.mesh.shard_axis), node.args[3], node.args[6]
         ),
     )  # fmt: skip
-
-
-def list_replicas(program: Program, bucket: Any, replicas: bool) -> str:
-    """The axes, together, over which a scatter of a bucket takes the mean behind that over the shard axis; "" for none.
-    Its leaves are not split over these."""
-    axes = [axis for axis in program.layouts[bucket].replica_axes if replicas and program.mesh.size(axis) > 1]
-    return program.mesh.join(axes) if axes else ""

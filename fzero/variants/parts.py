@@ -8,12 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero import Program, ops
-
-
-def _find_split_axes(walk: Any, node: Any) -> tuple[str, ...]:
-    """The model axes that the leaves of a node are split over: a buffer of such leaves differs along these."""
-    split_axes: tuple[str, ...] = walk.program.layouts[node.args[1]].split_axes
-    return split_axes
+from fzero.variants.model_axes import find_split_axes
 
 
 def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tensor]:
@@ -23,7 +18,7 @@ def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tenso
 
 keep_part = ops.define(
     "keep_part", names="leaves", takes_buffers=True, perform=_perform_keep,
-    kind=lambda walk, node: walk.of(node.args[0]).over.union([node.args[4]], _find_split_axes(walk, node)),
+    kind=lambda walk, node: walk.of(node.args[0]).over.union([node.args[4]], find_split_axes(walk, node)),
     fake=lambda buffer, bucket, leaves, numel, axis: buffer.new_empty(numel),
     work=lambda node: ops.Work(0, 2 * node.meta["val"].nbytes),
 )  # fmt: skip
@@ -46,7 +41,7 @@ def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
 
 
 def _find_kind(walk: Any, node: Any) -> ops.Buffer:
-    over = walk.of(node.args[0]) - {node.args[4], *_find_split_axes(walk, node)}
+    over = walk.of(node.args[0]) - {node.args[4], *find_split_axes(walk, node)}
     return ops.Buffer(True, node.args[1], tuple(node.args[2]), over=over)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import Program, ops
-from fzero.variants.exchange import list_replicas
+from fzero.variants.model_axes import list_replicas
 from fzero.variants.quantization import count_nibbles, dequantize_4_bits, quantize_to_4_bits
 
 
@@ -25,8 +25,7 @@ def _take_mean(received: Tensor, count: int, numel: int) -> Tensor:
 
 
 def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-    along = program.wire_of(node)
-    over, splits = list_replicas(program, node.args[1], node.kwargs.get("replicas", True)), along.layout.splits
+    along, over = program.wire_of(node), list_replicas(program, node.args[1], node.kwargs.get("replicas", True))
     (outer, inner), what = program.mesh.shard_axes, f"qgz of {node.args[1]}"
     nodes, inside = (program.mesh.size(axis) for axis in (outer, inner))
 
@@ -34,9 +33,8 @@ def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         received = yield ops.AllToAll(f"{what} over {inner}", inner, _pack(fulls, along, nodes))
         packed = quantize_to_4_bits(_take_mean(received, inside, numel)).view(-1)  # [n * B]
         received = yield ops.AllToAll(f"{what} over {outer}", outer, packed)
-        block = _take_mean(received, nodes, numel).view(-1)  # [S]
-        block = (yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block
-        return (block / splits if splits > 1 else block).to(fulls[0].dtype)
+        block = _take_mean(received, nodes, numel).view(-1) / along.layout.splits  # [S]
+        return ((yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block).to(fulls[0].dtype)
 
     return run
 
