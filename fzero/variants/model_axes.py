@@ -14,9 +14,9 @@ def list_replicas(program: Program, bucket: Any, replicas: bool) -> str:
     return program.mesh.join(axes) if axes else ""
 
 
-def find_split_axes(walk: Any, node: Any) -> tuple[str, ...]:
-    """The model axes that the leaves of a node are split over: a buffer of such leaves differs along these."""
-    split_axes: tuple[str, ...] = walk.program.layouts[node.args[1]].split_axes
+def find_split_axes(walk: Any, bucket: Any) -> tuple[str, ...]:
+    """The model axes that the leaves of a bucket are split over: a buffer of such leaves differs along these."""
+    split_axes: tuple[str, ...] = walk.program.layouts[bucket].split_axes
     return split_axes
 
 

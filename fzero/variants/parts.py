@@ -18,7 +18,7 @@ def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tenso
 
 keep_part = ops.define(
     "keep_part", names="leaves", takes_buffers=True, perform=_perform_keep,
-    kind=lambda walk, node: walk.of(node.args[0]).over.union([node.args[4]], find_split_axes(walk, node)),
+    kind=lambda walk, node: walk.of(node.args[0]).over.union([node.args[4]], find_split_axes(walk, node.args[1])),
     fake=lambda buffer, bucket, leaves, numel, axis: buffer.new_empty(numel),
     work=lambda node: ops.Work(0, 2 * node.meta["val"].nbytes),
 )  # fmt: skip
@@ -41,7 +41,7 @@ def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
 
 
 def _find_kind(walk: Any, node: Any) -> ops.Buffer:
-    over = walk.of(node.args[0]) - {node.args[4], *find_split_axes(walk, node)}
+    over = walk.of(node.args[0]) - {node.args[4], *find_split_axes(walk, node.args[1])}
     return ops.Buffer(True, node.args[1], tuple(node.args[2]), over=over)
 
 
