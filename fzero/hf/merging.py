@@ -13,6 +13,7 @@ from fzero import lower, partition, tree, unpartition
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.hf.adapters import fill_model, has_adapters, refuse_virtual_tokens
 from fzero.layout.layout import Layout
 from fzero.ranks.ranks import Ranks
@@ -125,14 +126,17 @@ def _untie(base: Any) -> None:
 
 def _open(path: str, leaf: Any) -> Source:
     """The source of the values of a leaf in slices."""
-    return _Computed(path, leaf, leaf.full_tensor) if is_quantized(leaf) else SourceOfSharded(leaf)
+    if not is_quantized(leaf):
+        return SourceOfSharded(leaf)
+    return _Computed(path, leaf, lambda: unpartition(leaf).full_tensor())  # whole, where it is split, too
 
 
 class _Computed:
     """The source of a whole tensor that all ranks compute together, where its slices are filled."""
 
     def __init__(self, path: str, like: Any, compute: Callable[[], Tensor]) -> None:
-        self.path, self.shape, self.dtype, self._compute = path, torch.Size(like.shape), like.dtype, compute
+        self.path, self.shape, self._compute = path, torch.Size(global_shape(like)), compute
+        self.dtype = like.dtype
         self.is_frozen, self.is_embedding = is_frozen(like), is_embedding(like)
 
     def read(self, start: int, out: Tensor) -> None:

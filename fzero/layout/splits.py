@@ -28,6 +28,16 @@ def run_of(shape: Sequence[int], dim: int, parts: int) -> int:
     return math.prod(shape[dim + 1 :]) * shape[dim] // parts
 
 
+def find_part_shape(shape: Sequence[int], runs: int, ranks: int) -> tuple[int, ...]:
+    """The shape of what one of several ranks has of a leaf of this shape, by the number of its runs: the inverse of
+    `run_of`, for a leaf that has elements. No other split has as many runs."""
+    for dim, size in enumerate(shape):
+        parts, rest = divmod(runs, math.prod(shape[:dim]))
+        if not rest and parts and size % (parts * ranks) == 0:
+            return (*shape[:dim], size // ranks, *shape[dim + 1 :])
+    raise ValueError(f"{list(shape)} is not split over {ranks} ranks into {runs} runs each")
+
+
 def range_in_part(run: int, ranks: int, position: int, elements: range) -> range:
     """The elements of what the rank at a position has that lie in a range of the whole: they adjoin."""
     periods = ((divmod(at, run * ranks)) for at in (elements.start, elements.stop))

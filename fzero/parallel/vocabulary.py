@@ -15,7 +15,12 @@ from fzero.base.arguments import check_arguments
 
 @check_arguments
 def vocab_embedding(
-    tokens: Tensor, weight: Tensor, *, axis: str | tuple[str, ...] = "tp", sequence: int | None = None
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    axis: str | tuple[str, ...] = "tp",
+    sequence: int | None = None,
+    is_whole: bool | None = None,
 ) -> Tensor:
     """The rows `weight[tokens]` of an embedding that is split by vocabulary.
 
@@ -26,10 +31,16 @@ def vocab_embedding(
 
     Each rank looks up its own tokens. An all-reduce of one activation, or with `sequence` a reduce-scatter.
 
+    A weight that `is_whole` is not split, and is the same along the axis, as where the ranks do not divide V. Each rank
+    takes V / N rows of it, rounded up. By default a leaf of the step says whether it is split, and a tensor is a part.
+
     Raises:
+        FzeroError: with `is_whole` for a leaf that is split.
         IndexError: as torch does, for a token outside of the vocabulary.
     """
-    local, is_mine = find_local(tokens, weight, axis)
+    classes = find_classes("vocab_embedding", weight, axis, is_whole)
+    (weight,) = (weight,) if classes is None else take_rows((weight,), axis)
+    local, is_mine = find_local(tokens, weight, axis, classes)
     rows = torch.where(is_mine.unsqueeze(-1), F.embedding(local, weight), 0)
     return fzero.psum(rows, axis) if sequence is None else fzero.psum_scatter(rows, axis, sequence)
 
@@ -46,6 +57,7 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
     chunks: int = 1,
+    is_whole: bool | None = None,
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy(hidden @ head.T + bias, labels)`, where no rank has the logits of all classes.
 
@@ -58,40 +70,84 @@ def vocab_cross_entropy(
     label's logit, and the last two backward. "mean" is over the labels of this rank that are not `ignore_index`. Rows
     that pad a vocabulary count as classes, unless their `bias` is -inf.
 
+    A head that `is_whole`, and its bias, are not split, and are the same along the axis, as where ranks do not divide
+    V. Each rank takes V / N rows of it, rounded up, and what the last ranks lack is no class. By default a leaf of the
+    step says whether it is split, and a tensor is a part.
+
     Raises:
-        FzeroError: for a `label_smoothing` outside of 0 to 1; for `chunks` as `fzero.tiled`.
+        FzeroError: for a `label_smoothing` outside of 0 to 1; for `chunks` as `fzero.tiled`; with `is_whole` for a leaf
+            that is split.
         RuntimeError: as torch does, for a label outside of the vocabulary.
     """
     if not 0 <= label_smoothing <= 1:
         raise FzeroError("vocab_cross_entropy: label_smoothing", f"is {label_smoothing}", "give 0 to 1")
 
+    classes = find_classes("vocab_cross_entropy", head, axis, is_whole)
+
     def find_losses(params: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(hidden, *params)
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        is_class = None if classes is None else list_rows(len(params[0]), axis, labels.device) < classes
+        logits = logits if is_class is None else torch.where(is_class, logits, -torch.inf)
         is_kept = labels != ignore_index
-        local, is_mine = find_local(torch.where(is_kept, labels, 0), params[0], axis)
+        local, is_mine = find_local(torch.where(is_kept, labels, 0), params[0], axis, classes)
         top = fzero.pmax(logits.detach().amax(-1), axis)
         shifted = logits - top.unsqueeze(-1)
         picked = torch.where(is_mine, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0)
         if label_smoothing:
-            classes = logits.shape[-1] * fzero.axis_size(axis)
-            picked = (1 - label_smoothing) * picked + label_smoothing / classes * shifted.sum(-1)
+            count = logits.shape[-1] * fzero.axis_size(axis) if classes is None else classes
+            real = shifted if is_class is None else torch.where(is_class, shifted, 0)
+            picked = (1 - label_smoothing) * picked + label_smoothing / count * real.sum(-1)
         total, target = fzero.psum(torch.stack([shifted.exp().sum(-1), picked]), axis)
         return torch.where(is_kept, total.log() - target, 0)
 
-    params = (head,) if bias is None else (head, bias)
+    whole: tuple[Tensor, ...] = (head,) if bias is None else (head, bias)
+    params = whole if classes is None else take_rows(whole, axis)
     rows = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     losses = find_losses(params, *rows) if chunks == 1 else fzero.tiled(find_losses, chunks)(params, *rows)
+    return reduce_losses(losses, labels, ignore_index, reduction)
+
+
+def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses of all labels, 1-d: as labels lie, their sum, or their mean over the labels that count."""
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / (labels != ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
-def find_local(tokens: Tensor, weight: Tensor, axis: str | tuple[str, ...]) -> tuple[Tensor, Tensor]:
+def find_classes(what: str, weight: Tensor, axis: str | tuple[str, ...], is_whole: bool | None) -> int | None:
+    """The rows of a weight that ranks along an axis have whole; None for one of which they have parts."""
+    path = weight.path if isinstance(weight, fzero.Sharded) else ""
+    is_split = isinstance(weight, fzero.Sharded) and weight.global_shape != weight.shape
+    if is_whole and is_split:
+        problem = f"{path} is split, and is_whole says that each rank has all of it"
+        raise FzeroError(what, problem, "leave the leaf out of split=, or is_whole out of the call")
+    is_known = isinstance(weight, fzero.Sharded) and not is_split and fzero.axis_size(axis) > 1
+    return len(weight) if is_whole or (is_known and is_whole is None) else None
+
+
+def list_rows(size: int, axis: str | tuple[str, ...], device: torch.device) -> Tensor:
+    """[size] the numbers of this rank's rows, where each rank has so many."""
+    return fzero.axis_index(axis, device) * size + torch.arange(size, device=device)
+
+
+def take_rows(params: tuple[Tensor, ...], axis: str | tuple[str, ...]) -> tuple[Tensor, ...]:
+    """This rank's rows of whole tensors. What the last ranks lack are copies of the last row, which nothing reads."""
+    classes = len(params[0])
+    rows = list_rows(-(-classes // fzero.axis_size(axis)), axis, params[0].device).clamp(max=classes - 1)
+    return tuple(x.index_select(0, rows) for x in params)
+
+
+def find_local(
+    tokens: Tensor, weight: Tensor, axis: str | tuple[str, ...], classes: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The rows of this rank's part of a weight that are those of tokens, and whether they are. A token of another rank
     has row 0, and one outside of the vocabulary a row that is nowhere, which torch refuses."""
     size = weight.shape[0]
     local = tokens - fzero.axis_index(axis, tokens.device) * size
     is_mine = (local >= 0) & (local < size)
+    if classes is not None:  # behind the last class are rows of the last ranks
+        is_class = (tokens >= 0) & (tokens < classes)
+        return torch.where(is_mine, torch.where(is_class, local, size), torch.where(is_class, 0, size)), is_mine
     is_elsewhere = ~is_mine & (tokens >= 0) & (tokens < size * fzero.axis_size(axis))
     return torch.where(is_elsewhere, 0, local), is_mine

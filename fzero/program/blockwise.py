@@ -173,7 +173,7 @@ def _list_pairs(device: torch.device, levels: str) -> Tensor:
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define(
     "dequantize(Tensor codes, Tensor scales, int[] shape, ScalarType dtype, int bits, int block, str levels,"
-    " bool double_quant, str leaf) -> Tensor",
+    " bool double_quant, str leaf, Tensor? position=None, int runs=1, int ranks=1) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -188,8 +188,17 @@ def _dequantize(
     levels: str,
     double_quant: bool,
     leaf: str,
+    position: Tensor | None = None,
+    runs: int = 1,
+    ranks: int = 1,
 ) -> Tensor:
-    return decode(codes, scales, Coding(tuple(shape), dtype, bits, block, levels, double_quant))
+    coding = Coding(tuple(shape), dtype, bits, block, levels, double_quant)
+    if position is not None:
+        count = coding.blocks * ranks
+        every = read_scales(scales, count, range(count), double_quant).view(runs, ranks, -1)
+        mine = every.index_select(1, position.view(1)).reshape(-1)
+        scales, coding = store_scales(mine, is_double=False), coding._replace(double_quant=False)
+    return decode(codes, scales, coding)
 
 
 def fake_dequantize(
@@ -202,6 +211,9 @@ def fake_dequantize(
     levels: str,
     double_quant: bool,
     leaf: str,
+    position: Tensor | None = None,
+    runs: int = 1,
+    ranks: int = 1,
 ) -> Tensor:
     """A tensor without data, of the value's shape.
 
@@ -209,7 +221,8 @@ def fake_dequantize(
         FzeroError: for codes or scales of another shape.
     """
     coding = Coding(tuple(shape), dtype, bits, block, levels, double_quant)
-    for name, x, expected in (("codes", codes, coding.codes_shape), ("scales", scales, coding.scales_shape)):
+    scales_shape = shape_scales(coding.blocks * ranks, double_quant)
+    for name, x, expected in (("codes", codes, coding.codes_shape), ("scales", scales, scales_shape)):
         if tuple(x.shape) != expected:
             problem = f"has {name} of shape {list(x.shape)}, and {list(expected)} belong to it"
             raise FzeroError(leaf or "a quantized leaf", problem, "give it to the step partitioned, by fzero.partition")
@@ -220,7 +233,10 @@ _LIBRARY.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 torch.library.register_fake("fzero::dequantize", fake_dequantize, lib=_LIBRARY)
 
 dequantize = torch.ops.fzero.dequantize.default
-"""`dequantize(codes, scales, shape, dtype, bits, block, levels, double_quant, leaf)` is `decode`, of a leaf."""
+"""`dequantize(codes, scales, shape, dtype, bits, block, levels, double_quant, leaf)` is `decode`, of a leaf.
+
+With `position`, `runs` and `ranks` codes and shape are those of the part of a split leaf that the rank at a position
+has, in so many runs, and scales are those of the whole leaf."""
 
 
 def check_coding(path: str, coding: Coding) -> None:

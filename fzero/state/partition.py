@@ -29,7 +29,7 @@ from fzero.state.grouping import Granularity, Layers, LeafLayouts, group_by_layo
 from fzero.state.large_buckets import warn_of_large_buckets
 from fzero.state.send import Feed
 from fzero.state.sources import Source, fingerprint, is_on_ranks, source_of
-from fzero.state.splits import Rules, check_not_split, list_parts
+from fzero.state.splits import Rules, list_parts, split_codes
 from fzero.values.functions import is_sharded
 from fzero.values.origin import UNKNOWN, Origin, make_origin
 from fzero.values.quantized import is_quantized, map_quantized_leaves
@@ -130,10 +130,9 @@ def _partition_tree(
     """`partition` of a tree that is no `State`. `how` are keywords of `plan_leaves`."""
     if isinstance(dtype, torch.dtype):
         params = map_quantized_leaves(lambda leaf: leaf.read_as(dtype), params)
-    given, _ = tree.flatten(params, is_leaf=is_quantized)
-    for path, leaf in zip(tree.paths(params, is_leaf=is_quantized), given):
-        if is_quantized(leaf):
-            check_not_split(path, leaf.coding.keys, how["split"])
+    given, paths = tree.flatten(params, is_leaf=is_quantized)[0], tree.paths(params, is_leaf=is_quantized)
+    codings = {path: leaf.coding for path, leaf in zip(paths, given) if is_quantized(leaf)}
+    how["split"] = split_codes(how["split"], paths, codings, on.mesh)
     leaves, treedef = tree.flatten(params)
     keys = tree.keys(treedef)
     sources = [_open_leaf(tree.dotted(key), leaf) for key, leaf in zip(keys, leaves)]
@@ -309,7 +308,7 @@ def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks, chu
     if feed is not None:
         feed.fill(flat, source, layout, leaf, chunk)
     elif is_on_ranks(source):
-        if layout.splits > 1:
+        if layout.splits > 1 and not getattr(source, "fills_parts", False):
             raise FzeroError(source.path, "is split, and its values lie on ranks", "give it whole on each rank")
         source.fill(on, flat, layout, leaf, chunk)
     else:

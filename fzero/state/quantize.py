@@ -14,8 +14,10 @@ from fzero.base.arguments import check_arguments
 from fzero.base.embeddings import is_embedding
 from fzero.base.errors import FzeroError
 from fzero.base.frozen import is_frozen
+from fzero.base.shapes import global_shape
 from fzero.layout.layout import Layout, layer_of
 from fzero.layout.ranges import intersect
+from fzero.layout.splits import Split
 from fzero.program.block_scales import store_scales
 from fzero.program.blockwise import Coding, check_coding, encode_blocks
 from fzero.ranks.calls import describe_leaf
@@ -25,12 +27,12 @@ from fzero.state.fill import CHUNK_NBYTES
 from fzero.state.grouping import LeafLayouts, plan_leaves
 from fzero.state.partition import fill_leaves
 from fzero.state.sources import Source, check_range, is_source, source_of
+from fzero.state.splits import put_values, split_of_codes
 from fzero.state.unpartition import SourceOfSharded, assemble_piece
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state
 from fzero.values.quantized import Quantized, is_quantized
 from fzero.values.sharded import Sharded
-from fzero.values.splits import check_unsplit
 
 Where = str | Callable[[str, Any], bool]
 
@@ -99,7 +101,7 @@ def quantize(
         if not isinstance(leaves[i], Tensor):
             leaves[i] = source_of(leaves[i], paths[i])  # of an array
         _check_leaf(paths[i], leaves[i], block)
-        coding = Coding(tuple(leaves[i].shape), dtype or leaves[i].dtype, bits, block, levels, double_quant)
+        coding = Coding(global_shape(leaves[i]), dtype or leaves[i].dtype, bits, block, levels, double_quant)
         leaves[i] = quantize_leaf(paths[i], leaves[i], coding)
     made = tree.unflatten(treedef, leaves)
     for on in dict.fromkeys(leaf.on for leaf in held.values()):
@@ -123,7 +125,7 @@ def _make_choice(where: Where | None, block: int) -> Callable[[str, Any], bool]:
         and is_frozen(leaf)
         and len(leaf.shape) >= 2
         and leaf.dtype.is_floating_point
-        and torch.Size(leaf.shape).numel() >= block
+        and torch.Size(global_shape(leaf)).numel() >= block
         and not is_embedding(leaf)
     )
 
@@ -133,8 +135,8 @@ def _check_leaf(path: str, leaf: Any, block: int) -> None:
         raise FzeroError(path, f"is quantized already, with {leaf.coding.bits} bits", "quantize a tree once")
     if not leaf.dtype.is_floating_point:
         raise FzeroError(path, f"is {leaf.dtype}, and codes stand for floating numbers", "leave it out of `where`")
-    if torch.Size(leaf.shape).numel() < block:
-        problem = f"has {torch.Size(leaf.shape).numel()} elements, a block {block}"
+    if (numel := torch.Size(global_shape(leaf)).numel()) < block:
+        problem = f"has {numel} elements, a block {block}"
         raise FzeroError(path, problem, "leave it out of `where`, or give a smaller block")
 
 
@@ -143,8 +145,6 @@ def quantize_leaf(path: str, leaf: Any, coding: Coding) -> Quantized:
     if isinstance(leaf, Tensor) and leaf.is_meta and not is_sharded(leaf):
         made = [torch.empty(x, dtype=torch.uint8, device="meta") for x in (coding.codes_shape, coding.scales_shape)]
     elif is_sharded(leaf) or is_source(leaf):
-        if is_sharded(leaf):
-            check_unsplit(leaf, "fzero.quantize")
         stored = _StoredOnRanks if is_sharded(leaf) else _Stored
         return Quantized(*(stored(leaf, coding, path, item) for item in range(2)), coding)
     else:
@@ -172,7 +172,9 @@ def _partition_anew(made: tree.Tree, on: Ranks, held: Mapping[str, Sharded]) -> 
         layers = {tree.dotted(name): layer_of(old[i].form.layout.bucket) for name, i in zip(names, here)}
         blocks = {leaves[i].path: leaves[i].leaf.block for i in here if i in rest}
         how: dict[str, Any] = {"granularity": lambda path, shape, blocks=blocks: blocks.get(path), "unit": unit}
-        layouts = plan_leaves(names, [leaves[i] for i in here], on.mesh, layers=layers.get, **how)
+        split = {path: each for i in here for path, each in _find_splits(leaves[i], old[i], on).items()}
+        given = [leaves[i] if i in codes else SourceOfSharded(leaves[i]) for i in here]
+        layouts = plan_leaves(names, given, on.mesh, layers=layers.get, split=split, **how)
         found.update((here[position], where) for position, where in layouts.items())
     sources = {i: leaves[i] if i in codes else SourceOfSharded(leaves[i]) for i in found}
     dtypes = {i: sources[i].dtype for i in found}
@@ -181,6 +183,15 @@ def _partition_anew(made: tree.Tree, on: Ranks, held: Mapping[str, Sharded]) -> 
     devices, places = {i: old[i].device for i in found}, {i: old[i].place for i in found}
     filled = fill_leaves(on, found, sources, dtypes, devices, CHUNK_NBYTES, places=places)
     return tree.unflatten(treedef, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _find_splits(leaf: Any, held: Sharded, on: Ranks) -> dict[str, Split]:
+    """The split, by its path, of a leaf that was `held` on ranks: of that leaf itself, or of its codes or scales."""
+    split = held.leaf.split
+    if split is None or not isinstance(leaf, _StoredOnRanks):
+        return {} if split is None else {leaf.path: split}
+    found = split_of_codes(held.path, leaf.coding, split, on.mesh)
+    return {path: each for path, each in found.items() if path == leaf.path}
 
 
 def _encode(source: Source, path: str, coding: Coding, device: torch.device) -> list[Tensor]:
@@ -215,7 +226,7 @@ class _Stored:
     is_frozen, dtype = True, torch.uint8
 
     def __init__(self, leaf: Any, coding: Coding, path: str, item: int) -> None:
-        self.value, self._coding, self._where, self._item = leaf, coding, path, item
+        self.value, self.coding, self._where, self._item = leaf, coding, path, item
         self._width = (coding.block * coding.bits // 8, 4)[self._item]  # bytes of a block
         self.path, self.shape = (
             f"{path}.{coding.keys[item]}",
@@ -224,7 +235,7 @@ class _Stored:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out`, 1-d and uint8, with the bytes [start, start + out.numel())."""
-        self._fill(Stretch(start, out), check_range(self, start, out), self._coding.chunk // self._coding.block)
+        self._fill(Stretch(start, out), check_range(self, start, out), self.coding.chunk // self.coding.block)
 
     def _fill(self, room: Stretch, wanted: range, many: int) -> None:
         """Compute the bytes `wanted`, so `many` blocks at a time, and copy those that a stretch of memory has room
@@ -238,7 +249,7 @@ class _Stored:
     def _compute(self, wanted: range, many: int) -> Iterator[Stretch]:
         """The bytes `wanted`, and more of the first and the last block. Scales that are codes are one stretch: the mean
         is that of all values."""
-        width, coding = self._width, self._coding
+        width, coding = self._width, self.coding
         is_double, scales = self._item == 1 and coding.double_quant, list[Tensor]()
         blocks = range(coding.blocks) if is_double else range(wanted.start // width, -(-wanted.stop // width))
         for first in blocks[::many]:
@@ -260,14 +271,16 @@ class _Stored:
 class _StoredOnRanks(_Stored):
     """`_Stored` of a `Sharded` leaf. Ranks send each other a chunk at a time, and none holds the whole leaf."""
 
+    fills_parts = True
+
     def fingerprint(self) -> bytes:
         """Nothing: one rank alone cannot read the values."""
         return b""
 
     def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of the codes or scales, 1-d. All ranks of the leaf's mesh call together."""
-        room, many = Stretch(layout.part(leaf, on.rank).start, out), max(chunk // (4 * self._coding.block), 1)
-        self._fill(room, range(self.shape.numel()), many)
+        for made in self._compute(range(self.shape.numel()), max(chunk // (4 * self.coding.block), 1)):
+            put_values(out, made, layout, leaf, on)
 
     def _read(self, elements: range) -> Tensor:
         return assemble_piece(self.value, elements).float()

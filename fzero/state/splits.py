@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,8 +16,11 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout
 from fzero.layout.parts import cut_out, take_part
-from fzero.layout.splits import Split, runs_in_whole
+from fzero.layout.ranges import intersect
+from fzero.layout.splits import Split, run_of, runs_in_whole
+from fzero.program.blockwise import Coding
 from fzero.ranks.ranks import Ranks
+from fzero.state.exchange import Stretch
 from fzero.state.sources import Source, TensorSource
 
 UNIT = 2**14
@@ -36,7 +40,7 @@ def find_splits(rules: Rules | None, paths: Sequence[str], mesh: VirtualMesh) ->
     found: dict[str, Split] = {}
     for rule, given in (rules or {}).items():
         split = _read_split(rule, given, mesh)
-        matches = [path for path in paths if fnmatchcase(path, rule)]
+        matches = [path for path in paths if path == rule or fnmatchcase(path, rule)]
         if not matches:
             near = difflib.get_close_matches(rule, paths, 3, 0.0)
             raise FzeroError(f"split {rule!r}", "matches no leaf", f"near to it are {', '.join(near) or 'no leaves'}")
@@ -45,12 +49,41 @@ def find_splits(rules: Rules | None, paths: Sequence[str], mesh: VirtualMesh) ->
     return found
 
 
-def check_not_split(path: str, keys: Sequence[str], rules: Rules | None) -> None:
-    """Refuse rules that match a quantized leaf, or one of the `keys` below its path: codes are no dims of the leaf."""
-    for rule in rules or ():
-        if any(fnmatchcase(each, rule) for each in (path, *(f"{path}.{key}" for key in keys))):
-            problem = f"is quantized, and split {rule!r} would split its codes"
-            raise FzeroError(path, problem, "leave it out of split=, or partition it without fzero.quantize")
+def split_codes(
+    rules: Rules | None, paths: Sequence[str], codings: Mapping[str, Coding], mesh: VirtualMesh
+) -> Rules | None:
+    """The split of each leaf that rules match, by its path: of a quantized leaf, whose path has a coding, that of its
+    codes and scales. Scales that are codes of groups stay whole.
+
+    Raises:
+        FzeroError: as `find_splits`; for a quantized leaf as `split_of_codes`.
+    """
+    if not codings or not rules:
+        return rules
+    made = dict[str, Split]()
+    for path, split in find_splits(rules, paths, mesh).items():
+        if path in codings:
+            made |= split_of_codes(path, codings[path], split, mesh)
+        else:
+            made[path] = split
+    return made
+
+
+def split_of_codes(path: str, coding: Coding, split: Split, mesh: VirtualMesh) -> dict[str, Split]:
+    """The splits of the codes and the scales of a quantized leaf that is split so: they lie in runs as the leaf does.
+
+    Raises:
+        FzeroError: for a split that does not divide the leaf, or whose runs cut blocks.
+    """
+    part, (axis, dim, parts) = split_shape(path, coding.shape, split, mesh)
+    run, ranks, (codes, scales) = run_of(part, dim, parts), mesh.size(axis), coding.keys
+    if run % coding.block and ranks > 1:
+        problem = f"is quantized in blocks of {coding.block}, which a split over {axis!r} into runs of {run} would cut"
+        fitting = math.gcd(run, coding.block)
+        smaller = f"quantize it with block={fitting}, or " if fitting >= 16 and not fitting % 2 else ""
+        raise FzeroError(path, problem, f"{smaller}leave it out of split=")
+    runs = Split(axis, 0, coding.numel // (run * ranks))
+    return {f"{path}.{key}": runs for key in ((codes,) if coding.double_quant else (codes, scales))}
 
 
 def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
@@ -95,6 +128,19 @@ def list_positions(out: Tensor, layout: Layout, on: Ranks) -> list[tuple[Tensor,
     if on.rank is not None or layout.splits == 1:
         return [(out, on.along(layout.split_axis) if layout.split_axis else 0)]
     return [(take_part(out, layout, position), position) for position in range(layout.splits)]
+
+
+def put_values(out: Tensor, given: Stretch, layout: Layout, leaf: int, on: Ranks) -> None:
+    """Copy the values of some elements of a whole leaf to where they belong in what this process has of the leaf."""
+    mine, elements = layout.part(leaf, on.rank), range(given.start, given.start + len(given.values))
+    for room, position in list_positions(out, layout, on):
+        found = given
+        if layout.splits > 1:
+            held, values = cut_out(given.values, elements, layout, leaf, position)
+            found = Stretch(held.start, values)
+        here = intersect(range(found.start, found.start + len(found.values)), mine)
+        if here:
+            Stretch(mine.start, room).put(here, found.at(here))
 
 
 def part_of(source: Source, layout: Layout, leaf: int, position: int) -> Source:

@@ -19,7 +19,7 @@ from fzero.files import load
 from fzero.layout.chunks import chunks
 from fzero.layout.layout import Layout, Leaf
 from fzero.layout.parts import join_parts, take_part
-from fzero.layout.ranges import intersect, shift
+from fzero.layout.ranges import shift
 from fzero.program import ops
 from fzero.program.records import record
 from fzero.ranks.calls import describe_leaf
@@ -27,7 +27,7 @@ from fzero.ranks.ranks import Ranks, check_rank
 from fzero.state.exchange import Part, Stretch, find_owners, perform, plan
 from fzero.state.fill import CHUNK_NBYTES, allocate_slices, chunk_numel, fill
 from fzero.state.sources import TensorSource, check_range, fingerprint
-from fzero.state.splits import list_parts, split_shape
+from fzero.state.splits import list_parts, put_values, split_shape
 from fzero.values.functions import is_sharded
 from fzero.values.origin import describe_state, follow
 from fzero.values.sharded import Sharded
@@ -265,6 +265,8 @@ def _assemble_within(leaf: Sharded, piece: range) -> Tensor:
 class SourceOfSharded:
     """The source of the values of a `Sharded` leaf. Ranks send each other a chunk at a time."""
 
+    fills_parts = True
+
     def __init__(self, leaf: Sharded) -> None:
         self._value, self.path, self.shape, self.dtype = leaf, leaf.path, leaf.global_shape, leaf.dtype
         self.is_frozen, self.is_embedding = is_frozen(leaf), is_embedding(leaf)
@@ -278,10 +280,5 @@ class SourceOfSharded:
 
     def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of the leaf in a layout, 1-d. All ranks of the leaf's mesh call together."""
-        mine = layout.part(leaf, on.rank)
-        room = Stretch(mine.start, out)
         for piece in chunks(self.shape.numel(), chunk_numel(chunk, self.dtype)):
-            values = Stretch(piece.start, assemble_piece(self._value, piece))
-            here = intersect(piece, mine)
-            if here:
-                room.put(here, values.at(here))
+            put_values(out, Stretch(piece.start, assemble_piece(self._value, piece)), layout, leaf, on)

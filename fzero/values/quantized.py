@@ -17,7 +17,10 @@ from torch import Tensor
 
 from fzero.base import torch_private, tree
 from fzero.base.errors import FzeroError
+from fzero.layout.splits import find_part_shape
+from fzero.program import ops
 from fzero.program.blockwise import Coding, dequantize
+from fzero.program.records import record
 from fzero.values import rules
 from fzero.values.functions import is_sharded
 from fzero.values.views import apply_to_copies
@@ -28,7 +31,7 @@ _WAY_OUT = "train other leaves beside it, such as the factors of LoRA, or partit
 class Quantized(Tensor):
     """A tensor of `coding.shape` and `coding.dtype`, held as `codes` and `scales`: plain tensors, or `Sharded` values.
 
-    Immutable, and frozen.
+    Immutable, and frozen. One whose codes are split over model axes has the `shape` of this rank's part.
     """
 
     codes: Any
@@ -40,7 +43,10 @@ class Quantized(Tensor):
 
     def __new__(cls, codes: Any, scales: Any, coding: Coding) -> Quantized:
         device = getattr(codes, "device", None) or "cpu"  # a tree may hold anything in the places of leaves
-        value: Quantized = torch_private.make_wrapper_subclass(cls, coding.shape, dtype=coding.dtype, device=device)
+        shape = coding.shape
+        if is_sharded(codes) and codes.form.layout.splits > 1:
+            shape = find_part_shape(shape, _count_runs(codes), codes.form.layout.splits)
+        value: Quantized = torch_private.make_wrapper_subclass(cls, shape, dtype=coding.dtype, device=device)
         value.codes, value.scales, value.coding = codes, scales, coding
         return value
 
@@ -56,11 +62,22 @@ class Quantized(Tensor):
     def grad(self) -> None:  # type: ignore[override]
         """None: it is frozen."""
 
+    @property
+    def global_shape(self) -> torch.Size:
+        """The shape of the whole value."""
+        return torch.Size(self.coding.shape)
+
     def full_tensor(self) -> Tensor:
-        """The dequantized value, a plain tensor. A step dequantizes at each use, and keeps nothing of it in between."""
+        """The dequantized value, a plain tensor: of a split one this rank's part. A step dequantizes at each use, and
+        keeps nothing of it in between."""
         codes, scales = (x.full_tensor() if is_sharded(x) else x for x in (self.codes, self.scales))
-        shape, *rest = self.coding
-        return dequantize(codes, scales, list(shape), *rest, self.path)
+        _, *rest = self.coding
+        given = codes, scales, list(self.shape), *rest, self.path
+        if not (self.coding.double_quant and is_sharded(self.codes) and self.codes.form.layout.splits > 1):
+            return dequantize(*given)
+        layout = self.codes.form.layout  # scales of a group belong to several parts: so each rank has all of them
+        position = self.codes.on.perform(record(ops.axis_index), layout.split_axis, codes.device)
+        return dequantize(*given, position, _count_runs(self.codes), layout.splits)
 
     def read_as(self, dtype: torch.dtype) -> Quantized:
         """The value with the same codes and scales, whose elements are rounded to another dtype."""
@@ -107,6 +124,12 @@ class Quantized(Tensor):
         return f"Quantized({self.path or 'value'}: {name}{list(shape)} {held})"
 
     __hash__ = object.__hash__  # by identity: __eq__ is elementwise, as a tensor's
+
+
+def _count_runs(codes: Any) -> int:
+    """The runs, in the whole leaf, of what one rank has of split codes."""
+    split = codes.form.layout.leaves[codes.index].split
+    return 1 if split is None else split.parts
 
 
 def is_quantized(value: Any) -> TypeGuard[Quantized]:

@@ -1,5 +1,4 @@
-"""Splits: where slices of leaves that are split over model axes lie in the whole. What knows no split leaves refuses
-them, by name."""
+"""Splits: where slices of leaves that are split over model axes lie in the whole."""
 
 from __future__ import annotations
 
@@ -9,20 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from fzero.base.errors import FzeroError
 from fzero.files import load
 from fzero.layout.parts import cut_into_parts, join_parts
 
 if TYPE_CHECKING:
     from fzero.values.sharded import Sharded
-
-
-def check_unsplit(x: Sharded, what: str) -> None:
-    """Refuse a leaf that is split over model axes, for what does not know its parts."""
-    axis = x.form.layout.split_axis
-    if axis:
-        problem = f"is split over {axis!r}, and {what} knows no split leaves yet"
-        raise FzeroError(x.path, problem, "leave the leaf out of split= of fzero.partition")
 
 
 def find_places(leaves: Sequence[Sharded | None], is_gathered: Callable[[Sharded], bool]) -> tuple[Any, ...]:

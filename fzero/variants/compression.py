@@ -13,22 +13,20 @@ def compress_scatters(
     program: Program, name: str, by: Compressor, options: tuple[Any, ...] = (), keeps: bool = True, strict: bool = True
 ) -> Program:
     """Scatter every gradient compressed, by an all-to-all, and take the mean in float32 on each rank. Over replicas the
-    mean of the results is exact.
+    mean of the results is exact, and so it is along model axes.
 
     With `keeps`, each rank keeps what compression took as state of the step, 0 for what is not finite, and adds it to
     its next gradient: one number for each element of a bucket, on every rank.
 
     Raises:
-        FzeroError: on a mesh with model axes; where nothing is scattered, if `strict`; with `keeps`, where a loop
-            scatters.
+        FzeroError: where nothing is scattered, if `strict`; with `keeps`, where a loop scatters.
     """
     program, mesh = program.copy(), program.mesh
     scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     is_empty = strict and not (scatters or program.is_body or program.find(by.exchange))
-    if is_empty or program.model_axes:
+    if is_empty:
         problem = f"finds {len(scatters)} reduce-scatters on {mesh}"
-        way_out = "put it behind the pass bucket, on a mesh whose axes are all data axes"
-        raise FzeroError(f"pass {name!r}", problem, way_out)
+        raise FzeroError(f"pass {name!r}", problem, "put it behind the pass bucket")
     world = mesh.size(mesh.shard_axis)
     for number, node in enumerate(scatters):
         fulls, bucket, leaves, numel = ops.BucketMove(*node.args)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import Program, ops
 from fzero.variants.exchange import define_exchange
+from fzero.variants.model_axes import find_pack_kind
 
 
 class Compressor:
@@ -27,8 +28,7 @@ class Compressor:
         self.pack = ops.define(
             f"{name}_pack", names="leaves", perform=lambda program, node, rank: partial(self._pack, program, node),
             scratch=lambda program, node: ops.measure_scratch(partial(self._pack, program, node), *node.args),
-            fake=self._fake,
-            kind=lambda walk, node: [walk.per_rank] * 2 if isinstance(node.meta["val"], list) else walk.per_rank,
+            fake=self._fake, kind=find_pack_kind,
         )  # fmt: skip
 
     def size(self, world: int, numel: int) -> int:

@@ -1,7 +1,8 @@
 """The all-to-all of compressed gradients, and the mean of what a rank gets, in float32.
 
 Bytes of a bucket of N ranks with S elements each: N B of uint8, B = `count_bytes(S)`. On a mesh with a replica axis the
-mean over replicas stays exact: an all-reduce of S float32 numbers.
+mean over replicas stays exact: an all-reduce of S float32 numbers. Along a model axis ranks are replicas of a leaf that
+is not split. A gradient of leaves that n ranks have parts of is 1 / n of the mean, as in `ops.reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from fzero import Program, ops
+from fzero.variants.model_axes import list_replicas
 
 
 def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Callable[..., Any]) -> Any:
@@ -22,11 +24,11 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
 
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         _, bucket, _, _, _, replicas, _ = node.args
-        axis, over, what = program.mesh.shard_axis, list_replicas(program, replicas), f"{name} of {bucket}"
+        axis, over, what = program.mesh.shard_axis, list_replicas(program, bucket, replicas), f"{name} of {bucket}"
 
         def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
             received = yield ops.AllToAll(what, axis, packed)
-            block = take_mean(received, program.mesh.size(axis), numel, options)
+            block = take_mean(received, program.mesh.size(axis), numel, options) / program.layouts[bucket].splits
             if over:
                 block = yield ops.AllReduce(f"{what} over {over}", over, block, "avg")
             return block.to(dtype)
@@ -35,14 +37,14 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
 
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
         _, bucket, _, numel, _, replicas, options = node.args
-        axis, over = program.mesh.shard_axis, list_replicas(program, replicas)
+        axis, over = program.mesh.shard_axis, list_replicas(program, bucket, replicas)
         yield ops.Comm("all_to_all", axis, bucket, torch.uint8, program.mesh.size(axis) * count_bytes(numel, *options))
         if over:
             yield ops.Comm("all_reduce", over, bucket, torch.float32, 4 * numel)
 
     def find_kind(walk: Any, node: Any) -> ops.Buffer:
         _, bucket, leaves, _, _, replicas, _ = node.args
-        over = frozenset() if replicas else frozenset(walk.program.mesh.replica_axes)
+        over = frozenset() if replicas else frozenset(walk.program.layouts[bucket].replica_axes)
         return ops.Buffer(False, bucket, tuple(leaves), over=over)
 
     return ops.define(
@@ -52,9 +54,3 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
             take_mean, node.args[0], program.mesh.size(program.mesh.shard_axis), node.args[3], node.args[6]
         ),
     )  # fmt: skip
-
-
-def list_replicas(program: Program, replicas: bool) -> str:
-    """The axes, together, over which a scatter takes the mean behind that over the shard axis; "" for none."""
-    axes = [axis for axis in program.mesh.replica_axes if replicas and program.mesh.size(axis) > 1]
-    return program.mesh.join(axes) if axes else ""

@@ -26,7 +26,7 @@ def mics(program: Program, *, strict: bool = True) -> Program:
     program, mesh = program.copy(), program.mesh
     gathers = program.graph.find_nodes(op="call_function", target=ops.all_gather)
     is_empty = not (gathers or program.is_body or program.find(gather_in_two_hops))
-    if len(mesh.shard_axes) == 1 or (strict and is_empty):
+    if len(mesh.shard_axes) != 2 or (strict and is_empty):
         problem = f"finds {len(gathers)} gathers over {mesh.shard_axis!r} of {mesh}"
         raise FzeroError("pass 'mics'", problem, 'put it behind the pass bucket, on a mesh with "node" and "local"')
     for node in gathers:

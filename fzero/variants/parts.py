@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero import Program, ops
+from fzero.variants.model_axes import find_split_axes
 
 
 def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tensor]:
@@ -17,7 +18,7 @@ def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tenso
 
 keep_part = ops.define(
     "keep_part", names="leaves", takes_buffers=True, perform=_perform_keep,
-    kind=lambda walk, node: walk.of(node.args[0]).over | {node.args[4]},
+    kind=lambda walk, node: walk.of(node.args[0]).over.union([node.args[4]], find_split_axes(walk, node.args[1])),
     fake=lambda buffer, bucket, leaves, numel, axis: buffer.new_empty(numel),
     work=lambda node: ops.Work(0, 2 * node.meta["val"].nbytes),
 )  # fmt: skip
@@ -40,7 +41,8 @@ def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
 
 
 def _find_kind(walk: Any, node: Any) -> ops.Buffer:
-    return ops.Buffer(True, node.args[1], tuple(node.args[2]), over=walk.of(node.args[0]) - {node.args[4]})
+    over = walk.of(node.args[0]) - {node.args[4], *find_split_axes(walk, node.args[1])}
+    return ops.Buffer(True, node.args[1], tuple(node.args[2]), over=over)
 
 
 gather_parts = ops.define(

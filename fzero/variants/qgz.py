@@ -17,18 +17,19 @@ from fzero.variants.scatter_hops import scatter_in_two_hops
 
 def qgz(program: Program, *, strict: bool = True) -> Program:
     """Scatter every gradient as int4 in two hops, and take means in float32. In each hop no element changes by more
-    than 1/14 of the largest in its block. Over replicas the mean is exact. No state, so that loops may scatter.
+    than 1/14 of the largest in its block. Over replicas, and along model axes, the mean is exact. No state, so that
+    loops may scatter.
 
     Raises:
-        FzeroError: where state does not lie along two axes, and on a mesh with model axes. If `strict`, where nothing
-            is scattered; else such a program stays as it is.
+        FzeroError: where state does not lie along two axes. If `strict`, where nothing is scattered; else such a
+            program stays as it is.
     """
     program, mesh = program.copy(), program.mesh
     scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
     is_empty = not (scatters or program.is_body or program.find(scatter_in_two_hops))
-    if len(mesh.shard_axes) == 1 or program.model_axes or (strict and is_empty):
+    if len(mesh.shard_axes) != 2 or (strict and is_empty):
         problem = f"finds {len(scatters)} reduce-scatters over {mesh.shard_axis!r} of {mesh}"
-        raise FzeroError("pass 'qgz'", problem, 'put it behind the pass bucket, on data axes with "node" and "local"')
+        raise FzeroError("pass 'qgz'", problem, 'put it behind the pass bucket, on a mesh with "node" and "local"')
     for node in scatters:
         node.target = scatter_in_two_hops
     return program

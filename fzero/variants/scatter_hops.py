@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import Program, ops
-from fzero.variants.exchange import list_replicas
+from fzero.variants.model_axes import list_replicas
 from fzero.variants.quantization import count_nibbles, dequantize_4_bits, quantize_to_4_bits
 
 
@@ -25,7 +25,7 @@ def _take_mean(received: Tensor, count: int, numel: int) -> Tensor:
 
 
 def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-    along, over = program.wire_of(node), list_replicas(program, node.kwargs.get("replicas", True))
+    along, over = program.wire_of(node), list_replicas(program, node.args[1], node.kwargs.get("replicas", True))
     (outer, inner), what = program.mesh.shard_axes, f"qgz of {node.args[1]}"
     nodes, inside = (program.mesh.size(axis) for axis in (outer, inner))
 
@@ -33,7 +33,7 @@ def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         received = yield ops.AllToAll(f"{what} over {inner}", inner, _pack(fulls, along, nodes))
         packed = quantize_to_4_bits(_take_mean(received, inside, numel)).view(-1)  # [n * B]
         received = yield ops.AllToAll(f"{what} over {outer}", outer, packed)
-        block = _take_mean(received, nodes, numel).view(-1)  # [S]
+        block = _take_mean(received, nodes, numel).view(-1) / along.layout.splits  # [S]
         return ((yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block).to(fulls[0].dtype)
 
     return run
@@ -44,7 +44,7 @@ def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
     size = program.mesh.size(outer) * count_nibbles(move.numel)
     yield ops.Comm("all_to_all", inner, move.bucket, torch.uint8, program.mesh.size(inner) * size)
     yield ops.Comm("all_to_all", outer, move.bucket, torch.uint8, size)
-    if over := list_replicas(program, node.kwargs.get("replicas", True)):
+    if over := list_replicas(program, move.bucket, node.kwargs.get("replicas", True)):
         yield ops.Comm("all_reduce", over, move.bucket, torch.float32, 4 * move.numel)
 
 

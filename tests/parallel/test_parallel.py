@@ -59,6 +59,45 @@ def test_tokens_and_labels_outside_of_the_vocabulary_are_refused() -> None:
         parallel.vocab_cross_entropy(weight, weight, right, label_smoothing=2)
 
 
+def test_a_vocabulary_that_ranks_do_not_divide() -> None:
+    """7 rows on 4 ranks: the last has one, and on 5 none. The leaves stay whole, and so does all that knows them."""
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(7, 3, generator=draw).double(), "b": torch.randn(7, generator=draw).double()}
+    tokens, labels = torch.tensor([0, 6, 3, 5]), torch.tensor([6, -100, 0, 4])
+
+    def plainly(params: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(F.embedding(tokens, params["w"]), params["w"], params["b"])
+        return F.cross_entropy(logits, labels, label_smoothing=0.1)
+
+    def in_parts(params: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        w, b = params["w"], params["b"]
+        return parallel.vocab_cross_entropy(
+            parallel.vocab_embedding(tokens, w), w, labels, b, label_smoothing=0.1, chunks=2
+        )
+
+    right = fzero.value_and_grad(plainly)(params, tokens, labels)
+    torch.testing.assert_close(fzero.value_and_grad(in_parts)(params, tokens, labels), right)
+    for mesh in (VirtualMesh(fsdp=1, tp=4), VirtualMesh(replica=1, fsdp=2, tp=5)):
+        run = fzero.simulate(fzero.value_and_grad(in_parts), mesh, data=mesh.names[:-1])
+        held, given = fzero.partition(params, mesh), (tokens, tokens.flip(0)) if mesh.size("fsdp") == 2 else None
+        batch = (tokens, labels) if given is None else (torch.cat(given), torch.cat([labels, labels.flip(0)]))
+        found = fzero.unpartition(run(held, *batch))
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-14)
+        assert (found[1]["w"][5:] != 0).any() and found[1]["w"].shape == (7, 3)
+    wrong = fzero.simulate(in_parts, VirtualMesh(fsdp=1, tp=4), data=("fsdp",))
+    held = fzero.partition(params, VirtualMesh(fsdp=1, tp=4))
+    for number in (7, -1):
+        with pytest.raises(IndexError):
+            wrong(held, torch.tensor([0, number, 1, 1]), labels)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            wrong(held, tokens, torch.tensor([0, number, 1, 1]))
+    with pytest.raises(FzeroError, match="vocab_embedding: w is split, and is_whole says that each rank has all of it"):
+        split = fzero.partition({"w": torch.ones(8, 2)}, MESH, split={"w": ("pp", 0)})
+        step = fzero.simulate(lambda p, x: parallel.vocab_embedding(x, p["w"], axis="pp", is_whole=True), MESH,
+                              data=("fsdp",))  # fmt: skip
+        step.trace(split, tokens)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_cross_entropy_is_that_of_torch(reduction: Any) -> None:
     hidden, head, labels = torch.randn(6, 4), torch.randn(5, 4), torch.tensor([0, 4, -100, 2, 1, 3])

@@ -259,14 +259,6 @@ def taken(use: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 UNKNOWN: dict[str, tuple[Callable[[], Any], str]] = {
-    "quantize": (
-        lambda: fzero.quantize(fzero.partition({"w": torch.ones(64, 64)}, GRID, split={"w": ("tp", 0)}), where="w"),
-        "w: is split over 'tp', and fzero.quantize knows",
-    ),
-    "a split of codes": (
-        lambda: fzero.partition(fzero.quantize({"w": torch.ones(64, 64)}, where="w"), GRID, split={"w*": ("tp", 0)}),
-        "w: is quantized, and split 'w.*' would split its codes; leave it out of split=",
-    ),
     "the part of one rank, outside of a step": (
         taken(lambda held: held["up"].full_tensor()),
         "up: gather: it is split over 'tp', and one process has all parts; use it in a step, or whole, by fzero.unpart",

@@ -374,11 +374,10 @@ def test_a_loop_of_microbatches_that_scatters_keeps_no_state_which_is_named(name
         step.trace(params, batch_of(0))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ["power_sgd", "diloco"])
 def test_a_model_axis_is_refused_by_name(name: str) -> None:
     mesh = fzero.VirtualMesh(fsdp=2, tp=2)
-    before = "bucket" if name in ("power_sgd", "diloco") else "prefetch"
-    chosen = passes.insert(passes.defaults(stage=3), EVERY[name], before=before)
+    chosen = passes.insert(passes.defaults(stage=3), EVERY[name], before="bucket")
 
     def split_loss(params: Any, x: Tensor) -> Tensor:
         return fzero.pmean(loss_fn(params, x) * (1 + fzero.axis_index("tp")), "tp")

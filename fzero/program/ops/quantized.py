@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 
 def _dequantize_kind(walk: Walk, node: Node) -> Kind:
-    for given in node.args[:2]:
-        walk.expect_full(node, given)
-    return walk.join(node, node.args[:2], pointwise=False)
+    _, _, _, _, _, _, _, _, _, *place = node.args
+    given = [*node.args[:2], *place[:1]]  # and, of a split leaf whose scales are whole, the rank's position
+    for each in given:
+        walk.expect_full(node, each)
+    return walk.join(node, given, pointwise=False)
 
 
 dequantize = register(
