@@ -135,7 +135,7 @@ def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) ->
 
 def _make_whole(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
     """Parameters, and a function of them and a batch: the loss and its gradients, of one microbatch after another."""
-    axes = {axis: axis if axis in shared else None for axis in ("tp", "ep", "sp")}
+    axes: dict[str, Any] = {axis: axis if axis in shared else None for axis in ("tp", "ep", "sp")}
     params, apply = parallel(make_model(config, recipe.remat), mesh, **axes)
 
     @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
