@@ -197,7 +197,7 @@ def _print_sweep(options: argparse.Namespace) -> None:
     recipe = _read_recipe(options)
     from fzero.planner.sweep import rank_candidates, sweep_meshes
 
-    hardware, rates_of, axes = HARDWARE[options.hardware], choose_rates(options), find_shared(options.axes)
+    hardware, rates_of, axes = HARDWARE[options.hardware], choose_rates(options), choose_axes(options.axes)
     tried: list[Candidate] = []
     given = options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options), axes
     for candidate in sweep_meshes(*given):
@@ -216,7 +216,7 @@ def _print_sweep(options: argparse.Namespace) -> None:
         raise FzeroError(f"--sweep {options.sweep}", f"plans no mesh; the first, {tried[0]}: {tried[0].problem}")
 
 
-def find_shared(text: str | None) -> tuple[str, ...]:
+def choose_axes(text: str | None) -> tuple[str, ...]:
     """The axes of --axes."""
     axes = ("tp", "ep") if text is None else tuple(text.split(","))
     if unknown := [axis for axis in axes if axis not in SHARED]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fzero.base import tree
 from fzero.base.errors import FzeroError
+from fzero.base.mesh import VirtualMesh
 from fzero.parallel import pipeline, vocab_cross_entropy, vocab_embedding
 from fzero.state.partition import partition
 from fzero.values.lowering import lower
@@ -45,7 +46,7 @@ class Stages(nn.Module):
 
 
 def make_stages(
-    model: Any, mesh: Any, microbatches: int, remat: bool
+    model: Any, mesh: VirtualMesh, microbatches: int, remat: bool
 ) -> tuple[tree.Tree, Callable[[tree.Tree, Tensor], Tensor]]:
     """`(params, loss)`: parameters in slices, layers stacked and split over "pp", embedding and head split over it by
     words; `loss(params, tokens)` is that of the next tokens. `model` loses its layers to the stages.
