@@ -131,9 +131,10 @@ def describe(found: dict[str, Any]) -> list[str]:
         "",
         *(f"* {letter}: {reason}" for letter, reason in REASONS.items()),
         "",
-        "Not planned, because the planner lacks an axis or a placement:",
+        "Not planned:",
         "",
         *(f"* {lack}" for lack in LACKS),
+        *(f"* {run.what}: no plan of it was made in time" for run in RUNS if run.name not in found),
     ]
 
 

@@ -6,6 +6,7 @@ Sources, read on 2026-11-26:
   memory is what the allocator has reserved (train.py).
 * llama-3: 405B in bfloat16, arXiv 2407.21783, table 4: TFLOPS of a GPU. Tokens a second are those of
   6 N + 6 x layers x width x length flops a token.
+* torchtitan on H200: the same repository, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md.
 * nanotron: huggingface.co/nanotron/old_bench, log_metrics.csv of each run, with the model and options of
   huggingface/bench_cluster at 95c1ce1. Its memory is what tensors take (max_memory_allocated).
 * ZeRO: arXiv 1910.02054, figure 1: bytes of model states by a formula, for 7.5 billion parameters on 64 ranks.
@@ -48,7 +49,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "7.5b": {"model_type": "gpt2", "n_embd": 4096, "n_layer": 36, "n_head": 32, "vocab_size": 50257},
 }
 
-_FLOPS_405B = 6 * 405.9e9 + 6 * 126 * 16384 * 8192
 _ZERO = 2**30 / 1e9  # the figure has GB
 
 
@@ -64,9 +64,21 @@ def _large(
     return run._replace(remat="layers", reasons=reasons)
 
 
-def _llama_3(ranks: int, mesh: str, batch: int, flops: float) -> Run:
-    run = Run(f"llama-3-{ranks}", f"Llama-3 405B, {ranks:,} ranks, TP 8 PP 16", "405b", mesh, batch, 8192)
-    return run._replace(rate=flops / _FLOPS_405B, hardware="h100-sxm", remat="layers", reasons=("f",))
+def _llama_3(name: str, what: str, mesh: str, batch: int, flops: float, length: int = 8192) -> Run:
+    run = Run(f"llama-3-{name}", f"Llama-3 405B, {what}", "405b", mesh, batch, length)
+    rate = flops / (6 * 405.9e9 + 6 * 126 * 16384 * length)
+    return run._replace(rate=rate, hardware="h100-sxm", remat="layers", reasons=("f",))
+
+
+def _long(model: str, mesh: str, data: int, parts: int, length: int, memory: float, rate: float, *reasons: str) -> Run:
+    what = f"{model.upper()}, {length:,} tokens in {parts}, compiled, float8"
+    run = _large(f"{model}-cp{parts}", what, model, mesh.format(data, parts), 1, length, memory, rate, *reasons)
+    return run._replace(mesh=run.mesh.replace(",sp=1", ""))
+
+
+def _h200(ranks: int, memory: float, rate: float) -> Run:
+    run = _torchtitan(f"h200-{ranks}", f"H200, {ranks} ranks, compiled, float8", f"fsdp={ranks}", memory, rate)
+    return run._replace(hardware="h200", reasons=("a", "b", "c"))
 
 
 def _nanotron(ranks: str, mesh: str, batch: int, parts: int, mebibytes: float, rate: float) -> Run:
@@ -79,6 +91,15 @@ def _zero(stage: int, mesh: str, gigabytes: float, *reasons: str) -> Run:
     return run._replace(hardware="h100-sxm", stage=stage or None, reasons=reasons)
 
 
+# groups of ranks, ranks that share a row, its tokens, GiB, tokens a second
+_LENGTHS_8B = [(4, 2, 65536, 84.2, 2540), (2, 4, 131072, 84.0, 1071), (1, 8, 262144, 84.5, 548)]
+_LENGTHS_405B = [
+    (64, 1, 32768, 75.3, 76),
+    (32, 2, 65536, 75.9, 47),
+    (16, 4, 131072, 77.1, 31),
+    (8, 8, 262144, 84.9, 16),
+]
+
 RUNS = [
     _torchtitan("8", "8 ranks", "fsdp=8", 82.4, 5762, "a"),
     _torchtitan("8-compile", "8 ranks, compiled", "fsdp=8", 77.0, 6667, "a", "b"),
@@ -89,11 +110,20 @@ RUNS = [
     _large("32k", "8B, 8 ranks, compiled, float8", "8b", "fsdp=8", 1, 32768, 83.9, 3890, "a", "b", "c"),
     _large("70b", "70B, 256 ranks, compiled, float8", "70b", "fsdp=32,tp=8", 16, 8192, 71.9, 829, "b", "c", "d"),
     _large("70b-async", "70B, the same with AsyncTP", "70b", "fsdp=32,tp=8", 16, 8192, 67.6, 876, "b", "c", "d"),
-    _llama_3(16384, "fsdp=2048,tp=8", 1, 400e12),
+    *(_long("8b", "fsdp={},sp={}", *each, "a", "b", "c", "h") for each in _LENGTHS_8B),
+    _h200(32, 47.96, 10938),
+    _h200(64, 46.97, 10753),
+    _large("405b", "405B, 512 ranks, PP 8, 1F1B", "405b", "fsdp=64,tp=8", 4, 8192, 82.5, 100, "b", "c", "d", "f"),
+    _large("405b-turns", "405B, the same interleaved", "405b", "fsdp=64,tp=8", 4, 8192, 72.7, 128, "b", "c", "d", "f"),
+    *(_long("405b", "fsdp={},sp={},tp=8", *each, "b", "c", "d", "f") for each in _LENGTHS_405B),
+    _llama_3("8192", "8,192 ranks, TP 8 PP 16", "fsdp=1024,tp=8", 2, 430e12),
+    _llama_3("16384", "16,384 ranks, TP 8 PP 16", "fsdp=2048,tp=8", 1, 400e12),
+    _llama_3("cp16", "16,384 ranks, CP 16 TP 8 PP 16", "fsdp=128,sp=16,tp=8", 1, 380e12, 131072),
     _nanotron("dp4 tp2, 8 rows", "fsdp=4,tp=2", 8, 32, 43650.72, 33200),
     _nanotron("dp2 tp4, 8 rows", "fsdp=2,tp=4", 8, 64, 25808.34, 27700),
     _nanotron("dp1 tp8, 8 rows", "fsdp=1,tp=8", 8, 128, 16891.31, 20100),
     _nanotron("dp4 tp4, 16 rows", "fsdp=4,tp=4", 16, 16, 47549, 25400),
+    _nanotron("tp4 pp4, 4 rows", "fsdp=4,tp=4", 4, 64, 13109, 14700)._replace(reasons=("d", "e", "f")),
     _zero(0, "replica=64,fsdp=1", 120.0),
     _zero(1, "fsdp=64", 31.4),
     _zero(2, "fsdp=64", 16.6, "g"),
@@ -126,15 +156,18 @@ REASONS: dict[str, str] = {
     "f": "a pipeline: the run had 16 stages, and the plan cuts weights over 2,048 ranks in their place. Each "
     "weight is gathered for one row of eight ranks, so that 7.5 of 15.9 s wait for the wire between "
     "hosts.",
+    "h": "parts of a sequence. The run rotates keys and values from rank to rank, and a plan exchanges heads. A plan "
+    "counts the pairs below the diagonal at the rate of large matrix products, and at 131,072 and 262,144 tokens it is "
+    "2.5 and 3 times as fast as the run: the figures are not reconciled. Its state is cut over the groups alone: "
+    "45 GiB at 2 groups, and 90 at one.",
     "g": "the figure has model states alone. The peak of a plan has the float32 gradients of two layers on "
     "their way (1.6 GB), the gathered weights, and the gradient of the embedding besides. State and its "
     "slices of gradients alone are 1.87 GB at stage 3.",
 }
 
 LACKS = [
-    "torchtitan 405B on 512 ranks (FSDP 8, TP 8, PP 8), also with CP: a plan has no axis of pipeline stages.",
-    "torchtitan 8B with CP 2, 4 and 8 at 65,536 to 262,144 tokens: a plan has no axis for parts of a sequence.",
-    "Llama-3 405B on 8,192 ranks, and with CP 16: as row f.",
-    "nanotron tp4 pp4: pipeline stages.",
+    'Stages: no published run has a pipeline without "tp" beside it, which a plan refuses. Runs with stages are '
+    "planned with as many rows, and state cut over these ranks (f).",
     "ALST: its longest lengths have no bytes or seconds, the optimizer is on the host, and ranks share rows.",
+    "torchtitan's asynchronous TP of 2025-06: the figures are a picture.",
 ]

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fzero
 from fzero.__main__ import main
 from fzero.planner.command import choose_rates
-from fzero.planner.forecast import has_experts
+from fzero.planner.forecast import Recipe, has_experts
+from fzero.planner.pipelined import MODEL_TYPES, make_stages
 from fzero.planner.summary import Forecast
 from fzero.planner.sweep import Candidate, list_meshes, rank_candidates
+from fzero.planner.ways import list_ways
 from fzero.program.hardware import ATTAINED, HARDWARE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -67,6 +70,82 @@ def test_a_text_says_what_does_not_fit_and_what_to_try(
     rates.write_text(json.dumps(HARDWARE["a100-sxm"].rates(fzero.VirtualMesh(fsdp=2))._asdict()))
     measured = plan(capsys, "--config", config, "--mesh", "fsdp=2", "--length", "32", "--rates", str(rates))
     assert f"rates     {rates}" in measured
+
+
+def test_stages_have_the_loss_and_gradients_of_one_device() -> None:
+    """Of each type of model that a plan takes, with windows and a tied head among them."""
+    small: dict[str, Any] = {
+        **SIZES,
+        "vocab_size": 32,
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_key_value_heads": 2,
+    }
+    more: dict[str, dict[str, Any]] = {
+        "mistral": {"sliding_window": 6},
+        "qwen3": {"head_dim": 4, "tie_word_embeddings": True},
+    }
+    tokens = torch.randint(32, (4, 12))
+    for kind in MODEL_TYPES:
+        described = AutoConfig.for_model(kind, **small, **more.get(kind, {}))
+        model = AutoModelForCausalLM.from_config(described, dtype=torch.float32).train()
+        whole, apply = fzero.lower(model)
+        alone = fzero.value_and_grad(lambda p, x: apply(p, input_ids=x, labels=x, use_cache=False).loss)  # noqa: B023
+        loss, grads = alone(whole, tokens)
+        held, staged = make_stages(model, fzero.VirtualMesh(fsdp=1, pp=2), 2, True)
+        step = fzero.simulate(fzero.value_and_grad(staged), fzero.VirtualMesh(fsdp=1, pp=2), data=("fsdp",))
+        found, parts = step(held, tokens)
+        torch.testing.assert_close(found, loss, msg=kind)
+        parts, grads = fzero.unpartition(parts)["decoder"], grads["model"]
+        layers = [fzero.tree.leaves(layer) for layer in grads["layers"]]
+        stacked = [torch.stack(each) for each in zip(*layers)]
+        torch.testing.assert_close(fzero.tree.leaves(parts["layers"]), stacked, msg=kind)
+        torch.testing.assert_close(parts["embed_tokens"], grads["embed_tokens"], msg=kind)
+
+
+def test_parts_of_a_sequence_and_stages_are_planned(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    """Along both ranks share rows. A rank of two has half of the products; of three ticks of a pipeline two are used.
+    Parts of a sequence have no mask, so that their attention counts 33 of 64 pairs. Behind stages a head in parts
+    computes its logits again."""
+    given = ("--config", config, "--length", "32", "--batch", "4", "--json", "--mesh")
+    alone, parts = (json.loads(plan(capsys, *given, mesh)) for mesh in ("fsdp=1", "fsdp=1,sp=2"))
+    products = 3 * 2 * 4 * 32 * (2 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 128)
+    assert parts["tokens"] == alone["tokens"] == 4 * 32
+    assert parts["flops"] == products / 2 + (alone["flops"] - products) / 2 * 33 / 64
+    assert parts["peak"] < alone["peak"] and set(parts["moved"]) == {"sp"}
+    stages = json.loads(plan(capsys, *given, "pp=2,fsdp=1", "--microbatches", "2"))
+    head = 4 * 2 * 4 * 31 * 64 * 128 / 2
+    layers = alone["flops"] - 3 * 2 * 4 * 32 * 64 * 128
+    assert stages["tokens"] == 4 * 32 and stages["flops"] == layers / 2 * 3 / 2 + head
+    host = json.loads(plan(capsys, *given, "fsdp=1", "--offload"))
+    assert 8 * host["parameters"] < host["host"] < 16 * host["parameters"] and host["peak"] < alone["peak"]
+
+
+def test_the_cheapest_changes_that_fit_are_planned(
+    capsys: pytest.CaptureFixture[str], config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (Path(config) / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    given = ("--config", config, "--mesh", "fsdp=1", "--length", "64", "--batch", "2", "--hardware", "h200")
+    peak = json.loads(plan(capsys, *given, "--json"))["peak"]
+    monkeypatch.setitem(HARDWARE, "h200", HARDWARE["h200"]._replace(nbytes=peak - 1))
+    lines = [line.removeprefix("fits      ") for line in plan(capsys, *given, "--fit").splitlines() if "fits  " in line]
+    assert len(lines) == 3
+    ways, rates = zip(*(line.split(": ") for line in lines))
+    numbers = [int(rate.split(", ")[1].split(" tokens")[0].replace(",", "")) for rate in rates]
+    assert numbers == sorted(numbers, reverse=True)
+    found = json.loads(plan(capsys, *given, "--json", *ways[0].split()))  # what the command says of these options
+    assert found["fits"] and round(found["tokens_a_second"]) == numbers[0]
+
+
+def test_changes_of_a_step_are_listed_singly_and_then_together() -> None:
+    listed = [(n, str(way)) for n, way in list_ways(fzero.VirtualMesh(fsdp=8), Recipe(2, 8192, stage=1), 1 << 30)]
+    assert listed[:9] == [
+        (1, "--stage 3"), (1, "--remat selective"), (1, "--microbatches 2"), (1, "--remat layers"), (1, "--offload"),
+        (1, "--mesh fsdp=4,tp=2 --batch 4"), (1, "--mesh fsdp=4,sp=2 --batch 4"),
+        (1, "--mesh fsdp=4,pp=2 --batch 4 --microbatches 4"), (1, "--mesh fsdp=16"),
+    ]  # fmt: skip
+    assert listed[9] == (2, "--stage 3 --microbatches 2") and len(dict.fromkeys(listed)) == len(listed)
+    assert listed[-1] == (5, "--mesh fsdp=16 --stage 3 --microbatches 2 --remat layers --offload")
 
 
 def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], config: str) -> None:
@@ -183,7 +262,7 @@ def test_a_mesh_of_a_sweep_takes_the_rates_of_its_axes(tmp_path: Path) -> None:
     assert rates_of(fzero.VirtualMesh(replica=2, fsdp=2)) == measured._replace(axes=measured.axes[:1])
     path.write_text(json.dumps(measured._replace(axes=(("cp", 1e9),))._asdict()))
     with pytest.raises(
-        fzero.FzeroError, match=r"has rates of \['cp'\], which are no axes; give those of replica, fsdp"
+        fzero.FzeroError, match=r"has rates of \['cp'\], which are no axes; give those of pp, replica, fsdp"
     ):
         choose_rates(argparse.Namespace(rates=path, hardware="h200"))
 
@@ -195,12 +274,14 @@ def test_models_with_experts_are_known_by_each_name_of_their_number(config: str)
 
 
 def test_a_sweep_keeps_model_axes_inside_of_a_host() -> None:
-    def names(*given: int, experts: bool = False) -> list[str]:
-        return [str(Candidate(mesh, 1)) for mesh in list_meshes(*given, experts)]
+    def names(*given: Any) -> list[str]:
+        return [str(Candidate(mesh, 1)) for mesh in list_meshes(*given)]
 
     assert names(6, 4) == ["fsdp=6", "fsdp=3,tp=2"]
-    assert names(8, 2, experts=True) == [
-        "fsdp=8", "replica=4,fsdp=2", "fsdp=4,ep=2", "fsdp=4,tp=2"
+    assert names(8, 2, ("tp", "ep")) == ["fsdp=8", "replica=4,fsdp=2", "fsdp=4,ep=2", "fsdp=4,tp=2"]
+    assert names(4, 4, ("pp", "sp", "tp")) == [
+        "fsdp=4", "fsdp=2,sp=2", "fsdp=1,sp=4", "fsdp=2,tp=2", "fsdp=1,tp=2,sp=2", "fsdp=1,tp=4", "pp=2,fsdp=2",
+        "pp=4,fsdp=1",
     ]  # fmt: skip
 
 
@@ -228,6 +309,13 @@ def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
         (("--mesh", "fsdp=2,fsdp=2"), "each axis once"),
         (("--mesh", "fsdp=2,cp=2"), "has the axis 'cp'; a plan knows fsdp"),
         (("--mesh", "fsdp=1,tp=3"), "has 4 heads, to be split over 3 ranks"),
+        (("--mesh", "pp=2,tp=2"), "pp: is beside tp, and a leaf of stacked layers is split along one axis"),
+        (("--mesh", "pp=4"), "pp: has 4 ranks, and the model 2 layers; give a divisor of 2"),
+        (("--mesh", "pp=2", "--remat", "selective"), "--remat: is selective, and a stage keeps all"),
+        (("--mesh", "pp=2", "--microbatches", "2"), "--microbatches: are 2, of a batch of 1 rows"),
+        (("--mesh", "sp=3"), "sp"),
+        (("--mesh", "fsdp=2", "--compute", "float8"), "--compute: is float8, and no layer of transformers"),
+        (("--sweep", "2", "--axes", "tp,fsdp"), "--axes: has ['fsdp'], along which ranks share no examples"),
         (("--mesh", "fsdp=2", "--memory", "much"), "--memory: "),
         (("--mesh", "fsdp=2", "--memory", "1KiB"), "least peak"),
         (("--mesh", "fsdp=2", "--rates", "/dev/null"), "/dev/null: has no rates"),

@@ -27,7 +27,8 @@ SMOKE = frozenset({"test_smoke.py"})
 """Files that are quick although they launch ranks."""
 SLOW = frozenset(
     """
-    test_a_plan_holds_at_all_lengths
+    test_a_plan_holds_at_all_lengths test_stages_have_the_loss_and_gradients_of_one_device
+    test_the_cheapest_changes_that_fit_are_planned
     test_a_compiled_step_is_the_interpreted_one_up_to_rounding test_a_compiled_optimizer_is_the_plain_one
     test_each_pass_preserves_meaning test_ranks_agree_on_what_is_uniform_in_a_step_that_is_accepted
     test_a_step_is_refused_or_all_that_it_leaves_has_data test_derivatives_are_those_of_plain_torch

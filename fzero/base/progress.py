@@ -43,7 +43,8 @@ _watches: ContextVar[tuple[_Watch, ...]] = ContextVar("fzero_progress", default=
 
 @contextmanager
 def watch(callback: Callable[[WorkProgress], object], every: float) -> Iterator[None]:
-    """Call `callback` while work of this thread goes on in the block, at most once in `every` seconds of each work."""
+    """Call `callback` while work of this thread goes on in the block, not within `every` seconds of its last call for
+    the same work, and not of work that a callback does."""
     token = _watches.set((*_watches.get(), _Watch(callback, every)))
     try:
         yield
@@ -73,8 +74,12 @@ class Progress:
         step = WorkProgress(self._work, self._name, self._done, self._total, self._units, seconds, at)
         for i, (each, due) in enumerate(self._watches):
             if seconds >= due or is_last:
-                self._watches[i] = each, seconds + each.every
-                each.callback(step)
+                token = _watches.set(())  # work that the callback does is not told: the callback would be in itself
+                try:
+                    each.callback(step)
+                finally:
+                    _watches.reset(token)
+                self._watches[i] = each, self._clock() - self._start + each.every  # also of a callback that is slow
         if is_logged:
             self._next = 2 * seconds
             _log.info("%s", step)

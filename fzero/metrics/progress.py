@@ -19,13 +19,14 @@ def progress(callback: Callable[[WorkProgress], object], *, every: float = 0.5) 
             params = fzero.load_safetensors("model", mesh=mesh, like=like)
 
     It takes one argument, whose fields are `work`, `name`, `done`, `total` (None where it is not known), `units`,
-    `seconds` and `at`, and whose text is a line. Each work calls it at most once in `every` seconds, and at its last
-    unit, on this rank and in the thread of the work: of a save with `wait=False` in the thread that writes. An
-    exception of the callback ends the work as an error of this rank.
+    `seconds` and `at`, and whose text is a line. Each work calls it `every` seconds behind its last call, however long
+    that took, and at the work's last unit, on this rank and in the thread of the work: of a save with `wait=False` in
+    the thread that writes. An exception of the callback ends the work as an error of this rank. Blocks may stand in
+    each other: each callback hears of the work. Work that a callback does itself is not told.
 
     Raises:
-        FzeroError: for seconds that are negative.
+        FzeroError: for seconds that are negative, or no number.
     """
-    if every < 0:
+    if not every >= 0:
         raise FzeroError("every", f"is {every}", "give seconds, 0 or more")
     return watch(callback, every)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import JOINT, VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 
 
 _AXES = ("fsdp", "replica", "dp", *SHARED)
-"""The axes that a plan knows: along the last two ranks share examples, along the others they do not."""
-_OF_CONFIGS = {"batch": 1, "length": 4096, "microbatches": 1, "remat": None}
+"""The axes that a plan knows: along the last four ranks share examples, along the others they do not."""
+_OF_CONFIGS = {
+    "batch": 1, "length": 4096, "microbatches": 1, "remat": None, "compute": "bfloat16", "offload": False, "fit": False
+}  # fmt: skip
 """Options of the step that a plan makes of a configuration -> their defaults."""
 
 
@@ -41,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a function of a mesh that returns (train_step, its arguments, the tokens of a step)",
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--mesh", help='axes and ranks, as in fsdp=64,tp=8; "tp" and "ep" share examples')
+    where.add_argument("--mesh", help='axes and ranks, as in fsdp=64,tp=8; "tp", "ep", "sp" and "pp" share examples')
     where.add_argument(
         "--sweep", type=count, metavar="RANKS", help="rank the meshes of so many ranks; --batch is of a rank"
     )
+    parser.add_argument("--axes", help="axes along which ranks share examples that --sweep tries, by default tp,ep")
     parser.add_argument("--hardware", choices=HARDWARE, default="h100-sxm", help="of which data sheets are known")
     parser.add_argument(
         "--rates",
@@ -69,6 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='what the backward pass computes again: each layer, or with "selective" a layer without attention and '
         "every other matrix product",
     )
+    parser.add_argument(
+        "--compute",
+        choices=("bfloat16", "float32", "float8"),
+        default=_OF_CONFIGS["compute"],
+        help="of matrix products",
+    )
+    parser.add_argument("--offload", action="store_true", help="the state of the optimizer lies on the host")
+    parser.add_argument("--fit", action="store_true", help="where it does not fit, plan changes: the three cheapest")
     parser.add_argument("--html", type=Path, help="a file to write a page with pictures to")
     parser.add_argument(
         "--beside",
@@ -107,8 +120,10 @@ def print_plan(options: argparse.Namespace) -> None:
         write_text("--html", options.html, page)
     if options.json:
         print(json.dumps(to_dict(found, hardware) | {"rates": rates._asdict()}, indent=2))
-    else:
-        print("\n".join(describe(found, options, mesh)))
+        return
+    print("\n".join(describe(found, options, mesh)))
+    if found.peak > hardware.nbytes:
+        print("\n".join(_plan_ways(options, mesh) if options.fit else _list_ways(found, options)))
 
 
 def _read_axes(word: str, text: str, options: argparse.Namespace) -> tuple[VirtualMesh, Rates]:
@@ -134,8 +149,11 @@ def _read_recipe(options: argparse.Namespace) -> Recipe:
         from fzero.planner.forecast import Recipe  # with transformers, which other commands do without
     except ModuleNotFoundError as error:
         raise FzeroError("plan", f"needs {error.name}, which is not installed", "pip install 'fzero[hf]'") from error
+    if options.compute == "float8":
+        problem = "is float8, and no layer of transformers makes float8 products whose gradients are scaled"
+        raise FzeroError("--compute", problem, "plan in bfloat16, whose products take up to twice the time")
     given = options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat
-    return Recipe(*given)
+    return Recipe(*given, getattr(torch, options.compute), options.offload)
 
 
 def _trace_script(options: argparse.Namespace, mesh: VirtualMesh, rates: Rates, batch: int) -> Traced:
@@ -179,9 +197,10 @@ def _print_sweep(options: argparse.Namespace) -> None:
     recipe = _read_recipe(options)
     from fzero.planner.sweep import rank_candidates, sweep_meshes
 
-    hardware, rates_of = HARDWARE[options.hardware], choose_rates(options)
+    hardware, rates_of, axes = HARDWARE[options.hardware], choose_rates(options), choose_axes(options.axes)
     tried: list[Candidate] = []
-    for candidate in sweep_meshes(options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options)):
+    given = options.config, options.sweep, hardware.host, recipe, rates_of, limit_of(options), axes
+    for candidate in sweep_meshes(*given):
         print(f"{candidate} parts={candidate.microbatches}: {candidate.remark or 'fits'}", file=sys.stderr, flush=True)
         tried.append(candidate)
     ranked = rank_candidates(tried)
@@ -195,6 +214,14 @@ def _print_sweep(options: argparse.Namespace) -> None:
         print("\n".join(tabulate(ranked, options)))
     if all(candidate.found is None for candidate in tried):
         raise FzeroError(f"--sweep {options.sweep}", f"plans no mesh; the first, {tried[0]}: {tried[0].problem}")
+
+
+def choose_axes(text: str | None) -> tuple[str, ...]:
+    """The axes of --axes."""
+    axes = ("tp", "ep") if text is None else tuple(text.split(","))
+    if unknown := [axis for axis in axes if axis not in SHARED]:
+        raise FzeroError("--axes", f"has {unknown}, along which ranks share no examples", f"give {', '.join(SHARED)}")
+    return axes
 
 
 def limit_of(options: argparse.Namespace) -> int:
@@ -275,6 +302,7 @@ def describe(found: Forecast, options: argparse.Namespace, mesh: VirtualMesh) ->
         f"{found.tokens:,} tokens a step",
         f"memory    {format_size(found.peak)} at the peak of {format_size(hardware.nbytes)}: {fits}",
         f"          {format_size(found.state)} of parameters and optimizer state",
+        *([f"          {format_size(found.host)} on the host, at its peak"] if found.host else []),
         *(f"          {format_size(size)} of {what}, at the peak" for what, size in found.largest[:4]),
         *(f"moved     {format_size(size)} a step over {axis}" for axis, size in found.moved.items()),
         f"time      {found.seconds:.3f} s a step: {found.busy:.3f} s of compute, {waiting:.3f} s of waiting",
@@ -282,7 +310,6 @@ def describe(found: Forecast, options: argparse.Namespace, mesh: VirtualMesh) ->
         f"{found.utilization(hardware):.1%} of the dense flops",
         f"rates     {rates}",
         *(f"plan      {line}" for remark in found.remarks for line in remark.splitlines()),
-        *(_list_ways(found, options) if room < 0 else ()),
     ]
 
 
@@ -295,5 +322,18 @@ def _list_ways(found: Forecast, options: argparse.Namespace) -> list[str]:
          options.memory is None),
         (f"--microbatches {options.batch}: one row at a time", options.batch > options.microbatches),
         (f"a mesh of {2 ** math.ceil(math.log2(short))} times the ranks", True),
+        ("--fit: plans these, --offload and other axes, and says the three cheapest", options.config is not None),
     ]  # fmt: skip
     return ["to try    " + way for way, helps in ways if helps]
+
+
+def _plan_ways(options: argparse.Namespace, mesh: VirtualMesh) -> list[str]:
+    """The three cheapest changes that make a step fit, as options of the command, each with its plan."""
+    from fzero.planner.ways import find_ways
+
+    rates_of = HARDWARE[options.hardware].rates if options.rates is None else choose_rates(options)
+    fits = find_ways(options.config, mesh, _read_recipe(options), rates_of, limit_of(options))
+    return [
+        f"fits      {way}: {format_size(found.peak)}, {found.tokens_a_second:,.0f} tokens a second and rank"
+        for way, found in fits
+    ] or ["fits      no change that was tried; give more ranks, or shorter rows"]

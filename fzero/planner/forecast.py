@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
+from fzero.base.placement import host
 from fzero.hf.parallelize import parallel
 from fzero.optim.base import apply_updates
 from fzero.optim.presets import adamw
+from fzero.planner.pipelined import AXIS, make_stages
 from fzero.planner.summary import SHARED, Traced, count_groups
 from fzero.program.rates import Rates
 from fzero.simulation import simulate
@@ -30,7 +32,8 @@ from fzero.values.regions import DOTS
 class Recipe(NamedTuple):
     """What is trained, and how: `batch` rows of `length` tokens for each group of ranks that share examples, in
     `microbatches`, float32 weights and state, `compute` in another dtype. `remat` is a key of `REMAT`: what the
-    backward pass computes again. `memory` is a budget in bytes, in the place of the `stage`."""
+    backward pass computes again. `memory` is a budget in bytes, in the place of the `stage`. With `offload` the state
+    of the optimizer lies on the host."""
 
     batch: int = 1
     length: int = 4096
@@ -39,6 +42,7 @@ class Recipe(NamedTuple):
     memory: str | None = None
     remat: str | None = None
     compute: torch.dtype = torch.bfloat16
+    offload: bool = False
 
 
 def _select_half() -> Any:
@@ -103,26 +107,18 @@ def _name_problems(config: Path) -> Iterator[None]:
 
 
 def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> Traced:
-    """The program of a step. The axes "tp" and "ep" of the mesh are model axes: ranks along them share examples.
+    """The program of a step. Along the axes `SHARED` of the mesh ranks share examples: "tp", "ep" and "sp" are those of
+    `fzero.hf.parallel`, and along "pp" ranks have stages of the model, through which its microbatches go.
 
     Raises:
         FzeroError: for a configuration that is none, for sizes that the mesh does not divide, for a budget that no plan
-            fits, as `fzero.hf.parallel` and `fzero.simulate`.
+            fits, for "pp" beside another of these axes, as `make_stages`, `fzero.hf.parallel` and `fzero.simulate`.
     """
-    model, optimizer = make_model(config, recipe.remat), adamw(1e-4)
-    shared = [axis for axis in mesh.names if axis in SHARED]
-    params, apply = parallel(model, mesh, tp="tp" if "tp" in shared else None, ep="ep" if "ep" in shared else None)
-
-    @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
-    def loss_of(params: Any, batch: Tensor) -> Tensor:
-        loss: Tensor = apply(params, input_ids=batch, labels=batch, use_cache=False).loss
-        return loss
-
-    def sum_of(params: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-        return loss_of(params, batch) * batch.numel(), (batch >= 0).sum()
-
-    is_whole = recipe.microbatches == 1
-    differentiate = value_and_grad(loss_of) if is_whole else accumulate(sum_of, recipe.microbatches)
+    optimizer, shared = adamw(1e-4), [axis for axis in mesh.names if axis in SHARED]
+    if AXIS in shared:
+        params, differentiate = _make_pipeline(config, mesh, recipe, shared)
+    else:
+        params, differentiate = _make_whole(config, mesh, recipe, shared)
 
     def train_step(params: Any, state: Any, batch: Tensor) -> Any:
         loss, grads = differentiate(params, batch)
@@ -133,5 +129,36 @@ def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) ->
     data = tuple(axis for axis in mesh.names if axis not in shared)
     step = simulate(train_step, mesh, stage=recipe.stage, memory=recipe.memory, data=data)
     step.schedule_for(rates)
-    program = step.trace(params, optimizer.init(params), batch)
+    program = step.trace(params, optimizer.init(params, to=host() if recipe.offload else None), batch)
     return Traced(program, sum(leaf.numel() for leaf in tree.leaves(params)), batch.numel())
+
+
+def _make_whole(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
+    """Parameters, and a function of them and a batch: the loss and its gradients, of one microbatch after another."""
+    axes: dict[str, Any] = {axis: axis if axis in shared else None for axis in ("tp", "ep", "sp")}
+    params, apply = parallel(make_model(config, recipe.remat), mesh, **axes)
+
+    @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
+    def loss_of(params: Any, batch: Tensor) -> Tensor:
+        loss: Tensor = apply(params, input_ids=batch, labels=batch, use_cache=False).loss
+        return loss
+
+    def sum_of(params: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_of(params, batch) * batch.numel(), (batch >= 0).sum()
+
+    is_whole = recipe.microbatches == 1
+    return params, value_and_grad(loss_of) if is_whole else accumulate(sum_of, recipe.microbatches)
+
+
+def _make_pipeline(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
+    """As `_make_whole`, with microbatches that go from stage to stage."""
+    if others := [axis for axis in shared if axis != AXIS]:
+        problem = f"is beside {', '.join(others)}, and a leaf of stacked layers is split along one axis"
+        raise FzeroError(AXIS, problem, 'give "pp" with "fsdp" and "replica", or these axes without "pp"')
+    if recipe.remat == "selective":
+        raise FzeroError("--remat", "is selective, and a stage keeps all of its values or none", "give --remat layers")
+    if recipe.batch % recipe.microbatches:
+        problem = f"are {recipe.microbatches}, of a batch of {recipe.batch} rows"
+        raise FzeroError("--microbatches", problem, "give a number that divides the rows")
+    params, loss = make_stages(make_model(config, None), mesh, recipe.microbatches, recipe.remat is not None)
+    return params, value_and_grad(precision(recipe.compute, reduce=torch.float32, output=torch.float32)(loss))

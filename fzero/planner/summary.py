@@ -12,7 +12,7 @@ from fzero.program.hardware import Hardware
 from fzero.program.operation import nbytes
 from fzero.program.program import Program
 
-SHARED = ("tp", "ep")
+SHARED = ("tp", "ep", "sp", "pp")
 """The axes along which ranks share examples."""
 
 
@@ -26,9 +26,10 @@ class Traced(NamedTuple):
 
 class Forecast(NamedTuple):
     """What a step takes on the rank that takes most. Bytes, seconds, and flops of all matrix products on one rank,
-    those that are computed again among them; `moved` has the bytes of the buffers of collectives by mesh axis, and
-    `state` the bytes of parameters and optimizer state that a rank holds between steps. `tokens` are those of all
-    ranks in a step, `busy` the seconds of compute, and `largest` what is alive at the peak."""
+    those that are computed again among them; `moved` has the bytes of the buffers of collectives by mesh axis,
+    `state` the bytes of parameters and optimizer state that a rank holds between steps, and `host` those on the host
+    at its peak. `tokens` are those of all ranks in a step, `busy` the seconds of compute, and `largest` what is
+    alive at the peak."""
 
     parameters: int
     ranks: int
@@ -42,6 +43,7 @@ class Forecast(NamedTuple):
     flops: int
     tokens: int
     remarks: tuple[str, ...]
+    host: int = 0
 
     @property
     def tokens_a_second(self) -> float:
@@ -66,13 +68,13 @@ def summarize(traced: Traced) -> Forecast:
     for entry in program.comm():
         if program.mesh.size(entry.axis) > 1:
             moved[entry.axis] += entry.nbytes
-    held = zip(program.arguments, program.placeholders)
+    held, memory = zip(program.arguments, program.placeholders), program.memory()
     return Forecast(
         parameters=parameters,
         ranks=program.mesh.size(),
         nodes=len(program.graph.nodes),
         state=sum(nbytes(node.meta["val"]) for given, node in held if given.bucket is not None),
-        peak=program.memory().peak,
+        peak=memory.peak,
         largest=[(value.what.partition(" (")[0], value.nbytes) for value in program.largest()],
         moved=dict(moved),
         seconds=timeline.seconds,
@@ -80,6 +82,7 @@ def summarize(traced: Traced) -> Forecast:
         flops=sum(count_flops(program).values()),
         tokens=tokens,
         remarks=program.remarks,
+        host=memory.host,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +12,13 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.progress import Progress
 from fzero.planner.forecast import Recipe, has_experts, trace_step
-from fzero.planner.summary import SHARED, Forecast, count_sharing, summarize
+from fzero.planner.summary import Forecast, count_sharing, summarize
 from fzero.program.rates import Rates
 
-AXES = ("replica", "fsdp", *SHARED)
-"""The axes that the meshes of a sweep may have."""
+AXES = ("pp", "replica", "fsdp", "tp", "ep", "sp")
+"""The axes that the meshes of a sweep may have, the slowest wires first."""
+USUAL = ("tp", "ep")
+"""The axes along which ranks share examples that a sweep tries when it is told no others."""
 
 
 class Candidate(NamedTuple):
@@ -36,41 +39,54 @@ class Candidate(NamedTuple):
         return self.problem.partition("; ")[0]
 
 
-def list_meshes(ranks: int, host: int, experts: bool) -> Iterator[VirtualMesh]:
-    """The meshes of `ranks` whose axes "tp" and, for a model with `experts`, "ep" stay inside of a host.
+def list_meshes(ranks: int, host: int, axes: Collection[str] = ("tp",)) -> Iterator[VirtualMesh]:
+    """The meshes of `ranks` with these `axes` along which ranks share examples. Those that move activations of every
+    layer ("tp", "ep", "sp") stay inside of a host. Stages ("pp") may be as many as a host has ranks, on any hosts, and
+    are beside none of the other axes, which they do not go with.
 
     State is cut over all other ranks, or over those of a host, with replicas beside: over "fsdp", and "replica".
     """
     inside = [size for size in range(1, host + 1) if host % size == 0]
-    for tp, ep in itertools.product(inside, inside if experts else [1]):
-        if host % (tp * ep) or ranks % (tp * ep):
+    near_axes = [axis for axis in AXES[3:] if axis in axes]
+    for sizes in itertools.product(*(inside for _ in near_axes)):
+        sharing = math.prod(sizes)
+        if host % sharing or ranks % sharing:
             continue
-        shared = {axis: size for axis, size in zip(SHARED, (tp, ep)) if size > 1}
-        rest, near = ranks // (tp * ep), host // (tp * ep)
+        shared = {axis: size for axis, size in zip(near_axes, sizes) if size > 1}
+        rest, near = ranks // sharing, host // sharing
         yield VirtualMesh(fsdp=rest, **shared)
         if 1 < near < rest and rest % near == 0:
             yield VirtualMesh(replica=rest // near, fsdp=near, **shared)
+    for stages in inside[1:] if "pp" in axes else ():
+        if ranks % stages == 0:
+            yield VirtualMesh(pp=stages, fsdp=ranks // stages)
 
 
-def list_candidates(ranks: int, host: int, experts: bool, microbatches: int) -> Iterator[Candidate]:
+def list_candidates(ranks: int, host: int, axes: Collection[str], microbatches: int) -> Iterator[Candidate]:
     """The meshes, each with the batch whole, and in as many more parts as ranks share it."""
-    for mesh in list_meshes(ranks, host, experts):
+    for mesh in list_meshes(ranks, host, axes):
         for parts in dict.fromkeys((1, count_sharing(mesh))):
             yield Candidate(mesh, microbatches * parts)
 
 
 def sweep_meshes(
-    config: Path, ranks: int, host: int, recipe: Recipe, rates_of: Callable[[VirtualMesh], Rates], limit: int
+    config: Path,
+    ranks: int,
+    host: int,
+    recipe: Recipe,
+    rates_of: Callable[[VirtualMesh], Rates],
+    limit: int,
+    axes: Collection[str] = USUAL,
 ) -> Iterator[Candidate]:
-    """Plan a step on each mesh. The rows of a step are the same on all of them: `recipe.batch` for each rank.
+    """Plan a step on each mesh with these `axes`; "ep" is for models with experts. The rows of a step are the same on
+    all of them: `recipe.batch` for each rank.
 
     A candidate whose peak is over `limit`, or whose sizes do not fit the mesh, has a problem. The same problem of the
     same mesh is told once, whatever the parts of the batch.
     """
-    told, candidates = (
-        set[tuple[VirtualMesh, str]](),
-        list(list_candidates(ranks, host, has_experts(config), recipe.microbatches)),
-    )
+    told = set[tuple[VirtualMesh, str]]()
+    tried = [axis for axis in axes if axis != "ep" or has_experts(config)]
+    candidates = list(list_candidates(ranks, host, tried, recipe.microbatches))
     progress = Progress("planning", str(config), "meshes", len(candidates))
     for candidate in candidates:
         mesh, parts = candidate.mesh, candidate.microbatches

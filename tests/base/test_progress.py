@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.base.progress import Progress
+from fzero.base.progress import Progress, WorkProgress, watch
 from fzero.tracing import trace
 
 
@@ -43,3 +43,26 @@ def test_a_trace_counts_its_operations(caplog: pytest.LogCaptureFixture, monkeyp
         f"step: {n} s of tracing, {n} operations" for n in (2, 4)
     ]
     assert all(each.endswith("in step: x = (x @ w).tanh()") for each in messages[:2])
+
+
+def test_a_slow_callback_that_works_itself_and_one_in_another() -> None:
+    """A callback of 3 s is not called in the 2 s behind it, nor of its own work. One that raises ends the work."""
+    now, heard, inner = [0.0], list[int](), list[int]()
+
+    def call_slowly(step: WorkProgress) -> None:
+        heard.append(step.done)
+        now[0] += 3.0
+        Progress("writing", "a log", "lines", 1, clock=lambda: now[0]).count()
+
+    with watch(call_slowly, 2.0), watch(lambda step: inner.append(step.done), 0.0):
+        work = Progress("reading", "a file", "parts", 8, clock=lambda: now[0])
+        for _ in range(8):
+            now[0] += 1.0
+            work.count()
+    assert heard == [2, 4, 6, 8] and inner == list(range(1, 9))
+    with watch(lambda step: 1 / 0, 0.0):
+        work = Progress("reading", "a file", "parts", 8)
+        with pytest.raises(ZeroDivisionError):
+            work.count()
+        with pytest.raises(ZeroDivisionError):  # a later work still has its watches
+            Progress("reading", "another", "parts", 1).count()
