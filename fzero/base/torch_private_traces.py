@@ -8,7 +8,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
@@ -169,11 +169,23 @@ _tracing = threading.RLock()
 
 
 def make_graph(fn: Callable[[], Any]) -> fx.GraphModule:
-    """What make_fx records of a function. Threads take turns. torch's mode that notes for each node which function of torch called it is
-    left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public replacement: none of the
-    option."""
+    """What make_fx records of a function. Threads take turns. torch's mode that notes for each node which function of
+    torch called it is left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public
+    replacement: none of the option."""
     with _tracing:
         return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
+
+
+@contextmanager
+def without_log_of_failures() -> Iterator[None]:
+    """A block in which torch does not log the operations that it cannot trace: the block's caller has another way.
+    Public replacement: none."""
+    log = torch._subclasses.fake_tensor.log
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def take_value(x: Tensor) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST, Conditions
 from fzero.base.symbols import Symbols
+from fzero.base.torch_private_traces import without_log_of_failures
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan
 from fzero.general.sizes import Place, Sizes, find_changes, find_size, open_form
@@ -317,7 +318,8 @@ class Generals:
             return None
         self._tries[signature[1]] += 1
         try:
-            return make()
+            with without_log_of_failures():
+                return make()
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
             _log.debug("%s is traced for each shape: %s", self.name, error)
             return None

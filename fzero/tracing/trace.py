@@ -252,7 +252,7 @@ class _Trace:
         progress = Progress("tracing", name, "operations")
         layers = self._layers = Layers(traced, repeats, lambda: self._count(mode)) if self._copies else None
         with (
-            TraceMode(checks, repeats, progress) as mode,
+            TraceMode(checks, repeats, progress, self.open is not None) as mode,
             CallMode(kinds, checks, tracer),
             ModuleHooks(),
             record_layers(layers),

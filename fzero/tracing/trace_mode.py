@@ -32,8 +32,6 @@ _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 """Operations that return a Python value."""
-_WITHOUT_SYMBOLS = frozenset({_aten.constant_pad_nd.default})
-"""Operations whose kernel asks for the values of symbolic sizes. torch's Python code for them does not."""
 _UNLIKE_TRACED = frozenset(
     getattr(_aten, f"{name}_backward").default for name in ("softplus", "hardsigmoid", "hardswish", "hardtanh", "logit")
 )
@@ -49,7 +47,8 @@ class TraceMode(DispatchMode):
 
     `checks` answers where torch's own code asks for the truth of a traced tensor.
 
-    `read` lists the captured tensors whose elements Python has read: these stand in the program as numbers.
+    `read` lists the captured tensors whose elements Python has read: these stand in the program as numbers. With
+    `is_open` sizes torch's Python code for operations is run: its kernels ask for the values of sizes.
 
     Raises:
         FzeroError: for an operation that cannot be in a program.
@@ -57,10 +56,11 @@ class TraceMode(DispatchMode):
 
     supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
 
-    def __init__(self, checks: Checks, repeats: Repeats, progress: Progress) -> None:
+    def __init__(self, checks: Checks, repeats: Repeats, progress: Progress, is_open: bool = False) -> None:
         super().__init__()
         self._checks, self._repeats, self._progress = checks, repeats, progress
         self.read: list[Tensor] = []
+        self._dispatch = dispatch_in_python if is_open else nullcontext
 
     def __enter__(self) -> TraceMode:
         self._preserved = preserve_node_meta()
@@ -96,9 +96,8 @@ class TraceMode(DispatchMode):
         if func is _aten._efficientzerotensor.default:
             func = _aten.zeros.default  # forward mode makes these lazy zeros; a trace turns them into meta tensors
         last = self._repeats.find_last()
-        in_python = dispatch_in_python() if func in _WITHOUT_SYMBOLS and args[0].fake_mode.shape_env else nullcontext()
         try:
-            with in_python:
+            with self._dispatch():
                 result = func(*args, **kwargs)
         except DataDependentOutputException:
             result = self._checks.answer(func, args, kwargs)
