@@ -9,6 +9,7 @@ The outcomes are kept in build/ as they come. A run that was stopped goes on fro
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import time
@@ -16,12 +17,17 @@ from pathlib import Path
 
 import torch
 from conformance import page
-from conformance.judge import Row, names
+from conformance.judge import Row, judge, kind_of, names
 from conformance.table import FILE, counts, improvements, is_of_this_torch, load, regressions, to_text
 from conformance.verdict import Cell, Verdict
 from conformance.workers import judge_all
 
 ROOT = Path(__file__).parents[2]
+
+
+def find_dead(name: str) -> Row:
+    """The row of a name that ends the process."""
+    return dict.fromkeys(kind_of(name).cells(name), Verdict("raw", "the process died"))
 
 
 def main() -> int:
@@ -35,7 +41,8 @@ def main() -> int:
     journal = Journal(ROOT / "build" / f"conformance-{hash_sources()}-{samples}.jsonl")
     chosen = options.only or names()
     today = {name: row for name, row in journal.rows.items() if name in chosen}
-    for name, row in judge_all([name for name in chosen if name not in today], options.workers, options.samples):
+    waiting, one = [name for name in chosen if name not in today], functools.partial(judge, samples=options.samples)
+    for name, row in judge_all(waiting, options.workers, one, find_dead):
         journal.add(name, row)
         today[name] = row
     before = load()

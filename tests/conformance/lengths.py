@@ -12,9 +12,7 @@ Results and the gradient of a factor are compared at each size.
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
-import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ import torch
 import torch.utils._pytree as pytree
 from conformance import operators
 from conformance.verdict import Verdict, compare_lists, deadline, describe, flatten, silence, weighted_sum
+from conformance.workers import judge_all
 from torch import Tensor
 
 import fzero
@@ -222,9 +221,14 @@ def _judge(case: Case, grown: Grown) -> Verdict:
         return Verdict("raw", f"TimeoutError: {error}")
 
 
+def find_dead(name: str) -> dict[str, Verdict]:
+    """What is said of an operator that ends the process, as plain torch does where it does not check sizes."""
+    return dict.fromkeys(WAYS, Verdict("skipped", "the process died"))
+
+
 def render(table: dict[str, dict[str, Verdict]]) -> str:
     """The page."""
-    cells = [verdict for row in table.values() for verdict in row.values()]
+    cells = [verdict for row in table.values() for verdict in row.values() if verdict.outcome in OUTCOMES]
     counts = Counter(verdict.outcome for verdict in cells)
     rows = [
         f"| `{name}` | " + " | ".join(row[way].outcome if way in row else "" for way in WAYS) + " | "
@@ -255,19 +259,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
     table = {}
-    names = [x for x in given.names or operators.names() if x not in _BREAKS_TORCH]
-    start = functools.partial(torch.set_num_threads, 1)
-    with multiprocessing.get_context("spawn").Pool(given.workers, start, maxtasksperchild=40) as pool:
-        for name, row in zip(names, pool.imap(judge, names)):
-            if row:
-                table[name] = row
-            print(name, *(f"{way}: {x.outcome} {x.reason}" for way, x in row.items()), flush=True)
+    for name, row in judge_all(given.names or operators.names(), given.workers, judge, find_dead):
+        if row:
+            table[name] = row
+        print(name, *(f"{way}: {x.outcome} {x.reason}" for way, x in row.items()), flush=True)
     if given.write:
         PAGE.write_text(render(table), encoding="utf-8")
 
-
-_BREAKS_TORCH = ("_batch_norm_with_update", "_native_batch_norm_legit")
-"""Operators of which plain torch writes behind the end of statistics that are too short."""
 
 if __name__ == "__main__":
     main()
