@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 from fzero.base.errors import FzeroError
@@ -41,7 +42,8 @@ class Wish(NamedTuple):
 
         Raises:
             FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
-                state is cut over; for ranks along `sp` that also share layers.
+                state is cut over; for ranks along `sp` that also share layers; for a
+                `capacity` that is not above 0, without `ep`, or where `ep` is an axis of `tp`.
         """
         for word, axis in zip(self._fields, self[:3]):
             names = axis if isinstance(axis, tuple) else (axis,)
@@ -52,6 +54,8 @@ class Wish(NamedTuple):
         if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
             problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
             raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
+        if isinstance(self.capacity, (int, float)) and not 0 < self.capacity < math.inf:
+            raise FzeroError(f"capacity={self.capacity!r}", "is no room for tokens", "give a number above 0, or None")
         if self.capacity != "same" and self.ep is None:
             raise FzeroError(f"capacity={self.capacity!r}", "is given without ep", 'name the axis, as in ep="ep"')
         if (
@@ -86,7 +90,7 @@ def choose_wish(given: Wish, of_model: Wish) -> Wish:
     if given.axes and _list_names(given) != _list_names(of_model):
         problem = f"are {given[:3]}, and from_pretrained had {of_model[:3]}"
         raise FzeroError("tp, ep, sp", problem, "give them to from_pretrained alone")
-    if given.axes and given.capacity != of_model.capacity:
+    if given.capacity != of_model.capacity and (given.axes or given.capacity != "same"):
         problem = f"is {given.capacity!r}, and from_pretrained had {of_model.capacity!r}"
         raise FzeroError("capacity", problem, "give it to from_pretrained alone")
     if given.plan is not None and given.plan != of_model.plan:

@@ -93,9 +93,9 @@ def _tensor(func: Callable[..., Any], data: Any, *args: Any, device: Any = None,
     return func(data, *args, device="cpu", **options).to(target)
 
 
-def _resize_as_(func: Callable[..., Any], x: Tensor, like: Tensor, **options: Any) -> Tensor:
-    """`resize_as_`. It needs the shape of `like` alone, whose elements may differ between ranks."""
-    return x.resize_(like.shape, **options)
+def _resize_as_(func: Callable[..., Any], x: Tensor, the_template: Tensor, **options: Any) -> Tensor:
+    """`resize_as_`. It needs the shape of the template alone, whose elements may differ between ranks."""
+    return x.resize_(the_template.shape, **options)
 
 
 def _lstsq(
@@ -199,9 +199,12 @@ def _matmul(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _dropout(
-    func: Callable[..., Any], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    func: Callable[..., Any], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **named: bool
 ) -> Tensor:
-    """`dropout`. On a CPU torch asks for the number of elements of open sizes in front of its kernel."""
+    """`dropout`. On a CPU torch asks for the number of elements of open sizes in front of its kernel. `torch.dropout`
+    names its third argument `train`, and has no fourth."""
+    if func is torch.dropout:
+        return func(x, p, named.get("train", training))
     is_open_here = not isinstance(x, Sharded) and any(map(is_open, x.shape)) and x.device.type == "cpu"
     if not is_open_here or not training or inplace or not 0 < p < 1:
         return func(x, p, training, inplace)

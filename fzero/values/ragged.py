@@ -63,7 +63,8 @@ def ragged_all_to_all(
     note_local(words, is_lacking, rows)
     if not cut:
         problem, total = "{value:.0f} rows come to a rank, and its bound is {limit:.0f}", taken.sum()
-        words = FlagForm(over, problem, "give a larger bound, or let fewer rows go to one rank")
+        way_out = "give a larger bound (of experts, a larger capacity=), or let fewer rows go to one rank"
+        words = FlagForm(over, problem, way_out)
         note_local(words, total * (total > bound), bound)
     on = current_performer()
 

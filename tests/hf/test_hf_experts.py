@@ -73,6 +73,7 @@ def test_what_is_refused() -> None:
     model, tokens = make(), torch.ones(8, 4, dtype=torch.int64)
     for how, data, words in (
         ({"ep": None, "capacity": None}, ("fsdp",), "capacity=None: is given without ep"),
+        ({"capacity": float("nan")}, ("fsdp", "ep"), "capacity=nan: is no room for tokens; give a number above 0"),
         ({"tp": "ep", "capacity": 2.0}, ("fsdp",), "ranks along tp='ep' have the same tokens"),
         ({"capacity": None}, ("fsdp",), "has the same examples along 'ep', and capacity= sends each rank's own"),
         ({}, ("fsdp", "ep"), "has other examples on each rank along 'ep', whose ranks share layers"),

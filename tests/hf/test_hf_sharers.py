@@ -152,6 +152,8 @@ def test_a_wish_beside_a_model_in_slices_is_compared_by_names() -> None:
     assert choose_wish(Wish(tp=("tp",)), had) is had and choose_wish(had, had) is had
     with pytest.raises(FzeroError, match="plan: is given, and the slices are those of plan=.*lm_head"):
         choose_wish(Wish(tp="tp", plan={}), had)
+    with pytest.raises(FzeroError, match="capacity: is 2.0, and from_pretrained had 'same'"):
+        choose_wish(Wish(capacity=2.0), had)
 
 
 def test_a_resumed_model_keeps_the_forms_of_from_pretrained(tmp_path: Path) -> None:

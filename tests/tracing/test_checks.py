@@ -75,6 +75,9 @@ CHECKED: dict[str, Loss] = {
         torch.cov(input=p["w"])
         @ F.linear(input=p["w"], weight=torch.index_fill(input=p["v"], dim=0, index=INDEX, value=p["s"]))
     ),
+    "dropout of torch, which has no argument of its place": lambda p: (
+        torch.dropout(p["w"], 0.5, False) + torch.dropout(input=p["w"], p=0.5, train=False)
+    ),
     "index_fill of one number": lambda p: p["wave"].sum().index_fill(0, INDEX[:1], p["s"]),
     "index_fill by a number": lambda p: p["w"].index_fill(0, INDEX, 2.0),
     "index_fill_": lambda p: in_place(p, lambda copy, p: copy.index_fill_(0, INDEX, p["s"])),
@@ -82,7 +85,9 @@ CHECKED: dict[str, Loss] = {
     "t_": lambda p: in_place(p, lambda copy, p: copy.t_()) @ p["v"],
     "as_strided_": lambda p: in_place(p, lambda copy, p: copy.as_strided_((2, 3), (6, 1)).mul_(p["s"])),
     "resize_": lambda p: in_place(p, lambda copy, p: copy.detach().resize_(2, 2)) * p["s"],
-    "resize_as_": lambda p: in_place(p, lambda copy, p: copy.detach().resize_as_(torch.empty(2, 2))) * p["s"],
+    "resize_as_": lambda p: (
+        in_place(p, lambda copy, p: copy.detach().resize_as_(the_template=torch.empty(2, 2))) * p["s"]
+    ),
     "floor_divide_": lambda p: in_place(p, lambda copy, p: copy.detach().floor_divide_(p["v"].detach())) * p["s"],
 }
 
