@@ -202,7 +202,7 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             made[name] = shrink(type(value))
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        elif "dropout" in name or "drop_rate" in name or name.endswith("_pdrop"):
+        elif re.search("dropout|drop_rate|drop_path|layerdrop|_pdrop$", name):
             made[name] = 0.0
         elif re.fullmatch(r".*(token_(id|index)|_id|start_id|end_id|offset)", name) and value >= SPECIAL:
             made[name] = special
