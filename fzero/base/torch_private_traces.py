@@ -169,9 +169,9 @@ _tracing = threading.RLock()
 
 
 def make_graph(fn: Callable[[], Any]) -> fx.GraphModule:
-    """What make_fx records of a function. Threads take turns. torch's mode that notes for each node which function of torch called it is
-    left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public replacement: none of the
-    option."""
+    """What make_fx records of a function. Threads take turns. torch's mode that notes for each node which function of
+    torch called it is left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public
+    replacement: none of the option."""
     with _tracing:
         return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
 
