@@ -11,6 +11,7 @@ from torch import Tensor
 import fzero
 from fzero import FzeroError
 from fzero.base.arguments import check_arguments
+from fzero.values.collectives import is_same_along
 
 
 @check_arguments
@@ -32,10 +33,11 @@ def vocab_embedding(
     Each rank looks up its own tokens. An all-reduce of one activation, or with `sequence` a reduce-scatter.
 
     A weight that `is_whole` is not split, and is the same along the axis, as where the ranks do not divide V. Each rank
-    takes V / N rows of it, rounded up. By default a leaf of the step says whether it is split, and a tensor is a part.
+    takes V / N rows of it, rounded up. By default a leaf of the step says whether it is split, and any other tensor is
+    a part where it differs along the axis, or is not of the step.
 
     Raises:
-        FzeroError: with `is_whole` for a leaf that is split.
+        FzeroError: with `is_whole` for a leaf that is split; for a leaf that is split otherwise than by rows.
         IndexError: as torch does, for a token outside of the vocabulary.
     """
     classes = find_classes("vocab_embedding", weight, axis, is_whole)
@@ -72,17 +74,20 @@ def vocab_cross_entropy(
 
     A head that `is_whole`, and its bias, are not split, and are the same along the axis, as where ranks do not divide
     V. Each rank takes V / N rows of it, rounded up, and what the last ranks lack is no class. By default a leaf of the
-    step says whether it is split, and a tensor is a part.
+    step says whether it is split, and any other tensor is a part where it differs along the axis, or is not of the
+    step.
 
     Raises:
         FzeroError: for a `label_smoothing` outside of 0 to 1; for `chunks` as `fzero.tiled`; with `is_whole` for a leaf
-            that is split.
+            that is split; for a leaf that is split otherwise than by rows; for a bias that is not split as its head is.
         RuntimeError: as torch does, for a label outside of the vocabulary.
     """
     if not 0 <= label_smoothing <= 1:
         raise FzeroError("vocab_cross_entropy: label_smoothing", f"is {label_smoothing}", "give 0 to 1")
 
     classes = find_classes("vocab_cross_entropy", head, axis, is_whole)
+    if bias is not None:
+        check_bias(bias, head, axis, classes, is_whole)
 
     def find_losses(params: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(hidden, *params)
@@ -115,15 +120,34 @@ def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, reduction: 
     return losses.sum() / (labels != ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
-def find_classes(what: str, weight: Tensor, axis: str | tuple[str, ...], is_whole: bool | None) -> int | None:
-    """The rows of a weight that ranks along an axis have whole; None for one of which they have parts."""
-    path = weight.path if isinstance(weight, fzero.Sharded) else ""
-    is_split = isinstance(weight, fzero.Sharded) and weight.global_shape != weight.shape
-    if is_whole and is_split:
+def find_classes(what: str, weight: Any, axis: str | tuple[str, ...], is_whole: bool | None) -> int | None:
+    """The rows of a weight that ranks along an axis have whole; None for one of which they have parts.
+
+    Raises:
+        FzeroError: with `is_whole` for a leaf that is split; for a leaf that is split, and not by rows over the axis.
+    """
+    shape: torch.Size | None = getattr(weight, "global_shape", None)  # of a leaf, a quantized one too
+    if shape is None or shape == weight.shape:
+        is_known = is_whole is None and fzero.axis_size(axis) > 1
+        return len(weight) if is_whole or (is_known and (shape is not None or is_same_along(weight, axis))) else None
+    path, part = weight.path, list(weight.shape)
+    if is_whole:
         problem = f"{path} is split, and is_whole says that each rank has all of it"
         raise FzeroError(what, problem, "leave the leaf out of split=, or is_whole out of the call")
-    is_known = isinstance(weight, fzero.Sharded) and not is_split and fzero.axis_size(axis) > 1
-    return len(weight) if is_whole or (is_known and is_whole is None) else None
+    is_in_runs = isinstance(weight, fzero.Sharded) and weight.leaf.split is not None and weight.leaf.split.parts > 1
+    if is_in_runs or [part[0] * fzero.axis_size(axis), *part[1:]] != list(shape):
+        problem = f"{path} is split into parts {part} of {list(shape)}, which are no rows for each rank along {axis!r}"
+        raise FzeroError(what, problem, "split the leaf along dim 0 over this axis, or leave it out of split=")
+    return None
+
+
+def check_bias(bias: Any, head: Any, axis: str | tuple[str, ...], classes: int | None, is_whole: bool | None) -> None:
+    """Refuse a bias that is not split as its head is, or has other rows."""
+    found = find_classes("vocab_cross_entropy", bias, axis, is_whole)
+    if (found is None) != (classes is None) or len(bias) != len(head):
+        said = [f"{name} {list(x.shape)} is {'a part' if rows is None else 'whole'}" for name, x, rows in (
+            ("the head", head, classes), ("the bias", bias, found))]  # fmt: skip
+        raise FzeroError("vocab_cross_entropy", " and ".join(said), "split both along dim 0, or none")
 
 
 def list_rows(size: int, axis: str | tuple[str, ...], device: torch.device) -> Tensor:

@@ -103,6 +103,7 @@ def print_plan(options: argparse.Namespace) -> None:
     if options.memory is not None:
         parse_size("--memory", options.memory)
     hardware = HARDWARE[options.hardware]
+    _check_together(options)
     if options.sweep is not None:
         _print_sweep(options)
         return
@@ -124,6 +125,16 @@ def print_plan(options: argparse.Namespace) -> None:
     print("\n".join(describe(found, options, mesh)))
     if found.peak > hardware.nbytes:
         print("\n".join(_plan_ways(options, mesh) if options.fit else _list_ways(found, options)))
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Refuse an option that nothing would read beside another."""
+    if options.axes is not None and options.sweep is None:
+        raise FzeroError("--axes", "is of --sweep, and --mesh names its own axes", "give --sweep, or no --axes")
+    if options.fit and options.sweep is not None:
+        raise FzeroError("--fit", "plans changes of one mesh, and --sweep plans many", "give --mesh, or no --fit")
+    if options.fit and options.json:
+        raise FzeroError("--fit", "says its changes as text, and --json prints none", "give one of the two")
 
 
 def _read_axes(word: str, text: str, options: argparse.Namespace) -> tuple[VirtualMesh, Rates]:

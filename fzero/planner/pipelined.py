@@ -60,6 +60,8 @@ def make_stages(
         problem = f"the stages of {kind!r} were not held to one device"
         raise FzeroError(AXIS, problem, f"plan {', '.join(MODEL_TYPES)}, or a step of your own by --script")
     decoder, head = model.model, model.lm_head
+    if not len(decoder.layers):
+        raise FzeroError(AXIS, f"has {ranks} ranks, and the model no layers", "plan it without this axis")
     alike = [list(_describe(layer)) for layer in decoder.layers]
     if odd := [i for i, each in enumerate(alike) if each != alike[0]]:
         raise FzeroError(AXIS, f"layer {odd[0]} is not like layer 0", "plan it without this axis")

@@ -82,7 +82,7 @@ def split_of_codes(path: str, coding: Coding, split: Split, mesh: VirtualMesh) -
         fitting = math.gcd(run, coding.block)
         smaller = f"quantize it with block={fitting}, or " if fitting >= 16 and not fitting % 2 else ""
         raise FzeroError(path, problem, f"{smaller}leave it out of split=")
-    runs = Split(axis, 0, coding.numel // (run * ranks))
+    runs = Split(axis, 0, coding.numel // (run * ranks) if ranks > 1 else 1)  # one rank has all blocks, cut or not
     return {f"{path}.{key}": runs for key in ((codes,) if coding.double_quant else (codes, scales))}
 
 

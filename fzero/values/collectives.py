@@ -221,6 +221,12 @@ def _check_divides(name: str, x: Tensor, dim: int, axis: str, world: int) -> Non
         raise FzeroError(name, f"{problem}, and {x.shape[dim]} does not divide by {world}", "pad it to a multiple")
 
 
+def is_same_along(x: Tensor, axis: Axis) -> bool:
+    """Whether a tensor of a step is known to be the same on all ranks along a model axis, or along each of several."""
+    on = current_performer()
+    return on is not None and on.find_same(x).issuperset(on.mesh.split(_name(on, axis)))
+
+
 def is_in_step() -> bool:
     """Whether a sharded step is traced or performed: the collectives here reduce over its ranks."""
     return current_performer() is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,38 @@ def test_a_vocabulary_that_ranks_do_not_divide() -> None:
         step = fzero.simulate(lambda p, x: parallel.vocab_embedding(x, p["w"], axis="pp", is_whole=True), MESH,
                               data=("fsdp",))  # fmt: skip
         step.trace(split, tokens)
+
+
+def test_a_vocabulary_that_is_no_leaf_by_rows() -> None:
+    """Views of a whole leaf, and a quantized one, are whole; leaves that are split, and not by rows, are refused."""
+    draw, mesh, wide = torch.Generator().manual_seed(0), VirtualMesh(fsdp=1, tp=2), VirtualMesh(fsdp=1, tp=2, ep=2)
+    params = {"w": torch.randn(8, 4, generator=draw).double(), "b": torch.randn(8, generator=draw).double()}
+    tokens, labels = torch.tensor([0, 6, 3, 5]), torch.tensor([6, -100, 0, 4])
+
+    def run(loss: Any, held: Any, mesh: VirtualMesh = mesh) -> Any:
+        return fzero.simulate(loss, mesh, data=("fsdp",))(held, tokens, labels)
+
+    def loss_of(params: Any, tokens: Tensor, labels: Tensor, axis: Any = "tp", rows: int = 7) -> Tensor:
+        w, b = params["w"][:rows] if rows < 8 else params["w"], params["b"][:rows] if rows < 8 else params["b"]
+        hidden = parallel.vocab_embedding(tokens, w, axis=axis)
+        return parallel.vocab_cross_entropy(hidden, w, labels, b, axis=axis)
+
+    right = loss_of(params, tokens, labels)
+    torch.testing.assert_close(run(loss_of, fzero.partition(params, mesh)), right)
+    coded = fzero.quantize({"w": params["w"]}, where="", block=4)
+    for each, split in ((coded, None), (coded, {"w": ("tp", 0)})):
+        held = fzero.partition(each | {"b": params["b"]}, mesh, split=split and split | {"b": ("tp", 0)})
+        right = loss_of({"w": coded["w"].full_tensor(), "b": params["b"]}, tokens, labels, rows=8)
+        torch.testing.assert_close(run(partial(loss_of, rows=8), held), right)
+    refused: list[tuple[Any, Any, str]] = [
+        ({"w": ("tp", 1)}, "tp", "vocab_embedding: w is split into parts"),
+        ({"w": ("tp", 0, 2)}, "tp", "vocab_embedding: w is split into parts"),
+        ({"w": ("tp", 0)}, ("tp", "ep"), "no rows for each rank along"),
+        ({"w": ("tp", 0)}, "tp", r"the head \[4, 4\] is a part and the bias \[8\] is whole"),
+    ]
+    for split, axis, words in refused:
+        with pytest.raises(FzeroError, match=words):
+            run(partial(loss_of, axis=axis, rows=8), fzero.partition(params, wide, split=split), wide)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -102,6 +102,8 @@ def test_a_part_lies_where_its_leaf_does_and_is_as_large() -> None:
 
 def test_a_split_that_cuts_blocks_is_refused_with_the_block_that_it_does_not_cut() -> None:
     given = fzero.quantize({"w": torch.ones(8, 96)}, where="w", block=64)
+    for split in ({"w": ("tp", 1)}, {"w": ("tp", 0)}):  # along an axis of one rank no block is cut
+        same(fzero.partition(given, VirtualMesh(fsdp=2, tp=1), split=split), given)
     words = "blocks of 64, which a split over 'tp' into runs of 48 would cut; quantize it with block=16, or"
     with pytest.raises(FzeroError, match=re.escape(words)):
         fzero.partition(given, GRID, split={"w": ("tp", 1)})
