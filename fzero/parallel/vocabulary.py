@@ -73,21 +73,17 @@ def vocab_cross_entropy(
     that pad a vocabulary count as classes, unless their `bias` is -inf.
 
     A head that `is_whole`, and its bias, are not split, and are the same along the axis, as where ranks do not divide
-    V. Each rank takes V / N rows of it, rounded up, and what the last ranks lack is no class. By default a leaf of the
-    step says whether it is split, and any other tensor is a part where it differs along the axis, or is not of the
-    step.
+    V. Each rank takes V / N rows of it, rounded up, and missing rows are no class. By default as in `vocab_embedding`.
 
     Raises:
         FzeroError: for a `label_smoothing` outside of 0 to 1; for `chunks` as `fzero.tiled`; with `is_whole` for a leaf
-            that is split; for a leaf that is split otherwise than by rows; for a bias that is not split as its head is.
+            that is split; for a split otherwise than by rows; for a bias that is not split as its head is.
         RuntimeError: as torch does, for a label outside of the vocabulary.
     """
     if not 0 <= label_smoothing <= 1:
         raise FzeroError("vocab_cross_entropy: label_smoothing", f"is {label_smoothing}", "give 0 to 1")
-
     classes = find_classes("vocab_cross_entropy", head, axis, is_whole)
-    if bias is not None:
-        check_bias(bias, head, axis, classes, is_whole)
+    check_bias(bias, head, axis, classes, is_whole)
 
     def find_losses(params: Any, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(hidden, *params)
@@ -106,8 +102,8 @@ def vocab_cross_entropy(
         total, target = fzero.psum(torch.stack([shifted.exp().sum(-1), picked]), axis)
         return torch.where(is_kept, total.log() - target, 0)
 
-    whole: tuple[Tensor, ...] = (head,) if bias is None else (head, bias)
-    params = whole if classes is None else take_rows(whole, axis)
+    params: tuple[Tensor, ...] = (head,) if bias is None else (head, bias)
+    params = params if classes is None else take_rows(params, axis)
     rows = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     losses = find_losses(params, *rows) if chunks == 1 else fzero.tiled(find_losses, chunks)(params, *rows)
     return reduce_losses(losses, labels, ignore_index, reduction)
@@ -143,6 +139,8 @@ def find_classes(what: str, weight: Any, axis: str | tuple[str, ...], is_whole: 
 
 def check_bias(bias: Any, head: Any, axis: str | tuple[str, ...], classes: int | None, is_whole: bool | None) -> None:
     """Refuse a bias that is not split as its head is, or has other rows."""
+    if bias is None:
+        return
     found = find_classes("vocab_cross_entropy", bias, axis, is_whole)
     if (found is None) != (classes is None) or len(bias) != len(head):
         said = [f"{name} {list(x.shape)} is {'a part' if rows is None else 'whole'}" for name, x, rows in (
