@@ -164,16 +164,15 @@ def import_tracer() -> None:
             importlib.import_module("torch._dynamo")
 
 
-_tracing = threading.RLock()
-"""Held while make_fx runs: it patches classes, for all threads."""
+one_trace = threading.RLock()
+"""Held by the thread that traces: make_fx patches classes, and what surrounds a trace sets flags, for all threads."""
 
 
 def make_graph(fn: Callable[[], Any]) -> fx.GraphModule:
-    """What make_fx records of a function. Threads take turns. torch's mode that notes for each node which function of
-    torch called it is left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public
-    replacement: none of the option."""
-    with _tracing:
-        return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
+    """What make_fx records of a function. torch's mode that notes for each node which function of torch called it is
+    left out: it runs at each look at a tensor's shape, and nothing asks for its notes. Public replacement: none of the
+    option."""
+    return torch.fx.experimental.proxy_tensor.make_fx(fn, _disable_torch_fn_metadata_mode=True)()
 
 
 @contextmanager
@@ -181,11 +180,12 @@ def without_log_of_failures() -> Iterator[None]:
     """A block in which torch does not log the operations that it cannot trace: the block's caller has another way.
     Public replacement: none."""
     log = torch._subclasses.fake_tensor.log
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    with one_trace:
+        before, log.disabled = log.disabled, True
+        try:
+            yield
+        finally:
+            log.disabled = before
 
 
 def take_value(x: Tensor) -> Any:

@@ -9,6 +9,7 @@ batches of transformers are trees too.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from fzero.base.errors import FzeroError
 Tree = Any
 TreeDef = optree.PyTreeSpec
 NAMESPACE = "fzero"
+_adopting = threading.Lock()
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
@@ -57,17 +59,18 @@ def _adopt_nodes(count: int, modules: int) -> None:
     Tensors and shapes stay leaves. So does `Sharded`: fzero's own classes are registered with optree where they are to
     be trees.
     """
-    register: Any = optree.register_pytree_node  # whose types want a Collection, and a ModelOutput is none
-    for cls, node in list(torch_private.pytree_nodes.items()):
-        if not isinstance(cls, type) or issubclass(cls, (Tensor, Size)) or cls.__module__.startswith("fzero."):
-            continue
-        is_known = register.get(cls, namespace=NAMESPACE) is not None
-        if not (is_known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)):
-            register(cls, _flatten_by(node), _unflatten_by(node), namespace=NAMESPACE)
-    of_python = hugging_face.make_node_of_items(UserDict)
-    for cls, flatten_node, unflatten_node in (of_python, *hugging_face.iter_nodes()):
-        if register.get(cls, namespace=NAMESPACE) is None:
-            register(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
+    with _adopting:
+        register: Any = optree.register_pytree_node  # whose types want a Collection, and a ModelOutput is none
+        for cls, node in list(torch_private.pytree_nodes.items()):
+            if not isinstance(cls, type) or issubclass(cls, (Tensor, Size)) or cls.__module__.startswith("fzero."):
+                continue
+            is_known = register.get(cls, namespace=NAMESPACE) is not None
+            if not (is_known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)):
+                register(cls, _flatten_by(node), _unflatten_by(node), namespace=NAMESPACE)
+        of_python = hugging_face.make_node_of_items(UserDict)
+        for cls, flatten_node, unflatten_node in (of_python, *hugging_face.iter_nodes()):
+            if register.get(cls, namespace=NAMESPACE) is None:
+                register(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
 
 
 def _flatten_by(node: Any) -> Callable[[Any], tuple[list[Any], Any, tuple[Any, ...]]]:

@@ -42,8 +42,8 @@ class Wish(NamedTuple):
 
         Raises:
             FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
-                state is cut over; for ranks along `sp` that also share layers; for a
-                `capacity` that is not above 0, without `ep`, or where `ep` is an axis of `tp`.
+                state is cut over; for ranks along `sp` that also share layers; for a `capacity` that is not above 0,
+                without `ep`, or where `ep` is an axis of `tp`.
         """
         for word, axis in zip(self._fields, self[:3]):
             names = axis if isinstance(axis, tuple) else (axis,)
@@ -58,12 +58,8 @@ class Wish(NamedTuple):
             raise FzeroError(f"capacity={self.capacity!r}", "is no room for tokens", "give a number above 0, or None")
         if self.capacity != "same" and self.ep is None:
             raise FzeroError(f"capacity={self.capacity!r}", "is given without ep", 'name the axis, as in ep="ep"')
-        if (
-            self.sends
-            and self.ep is not None
-            and self.tp is not None
-            and {*mesh.split(axes[self.ep])} & {*mesh.split(axes[self.tp])}
-        ):
+        of_tokens = {*mesh.split(axes[self.ep])} if self.ep is not None and self.sends else set[str]()
+        if self.tp is not None and of_tokens & {*mesh.split(axes[self.tp])}:
             problem = f"is given, and ranks along tp={self.tp!r} have the same tokens"
             raise FzeroError(f"capacity={self.capacity!r}", problem, "give ep another axis, or leave capacity out")
         for axis in axes.values():

@@ -29,6 +29,7 @@ from fzero.base.torch_private_traces import (
     make_empty,
     make_graph,
     make_pair,
+    one_trace,
     take_value,
     without_code,
 )
@@ -232,7 +233,7 @@ class _Trace:
         given = [(shapes.get(i), leaf) for i, leaf in enumerate(self.leaves) if _is_tensor(leaf)]
         make = partial(_make_fakes, self.fake_mode, {})
         fakes = [make(leaf, opened) for opened, leaf in given]
-        with self.surround():
+        with one_trace, self.surround():
             return make_graph(lambda: self.run(fakes))
 
     def run(self, fakes: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

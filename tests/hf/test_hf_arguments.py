@@ -190,7 +190,7 @@ def test_push_to_hub_uploads_the_files_of_save_model(tmp_path: Path, monkeypatch
 def test_help_shows_the_arguments_of_transformers() -> None:
     theirs = list(inspect.signature(transformers.Trainer).parameters)
     for cls in (fzero.hf.Trainer, fzero.hf.Seq2SeqTrainer):
-        ours = "mesh", "stage", "quantize", "tp", "ep", "sp", "plan"
+        ours = "mesh", "stage", "quantize", "tp", "ep", "sp", "plan", "capacity"
         assert list(inspect.signature(cls).parameters) == [*theirs, *ours]
 
 

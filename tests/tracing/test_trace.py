@@ -307,3 +307,4 @@ def test_threads_that_trace_at_once_take_turns() -> None:
     for thread in threads:
         thread.join(60)
     assert sums == {count: count for count in counts}  # a mean over two ranks
+    assert not torch.compiler.is_compiling()  # as a trace has it for all threads
