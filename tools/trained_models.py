@@ -341,7 +341,9 @@ def render(table: dict[str, Found]) -> str:
         allowed_single=ALLOWED[torch.float32],
         largest=f"{LARGEST:,}",
         seconds=SECONDS,
-        counts=f"{len(table)} folders: " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES) + ".",
+        counts=f"{len(table)} of {len(list_folders())} folders were tried: "
+        + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+        + ".",
         rows="\n".join(f"| {folder} | {x.model} | {x.way} | {x.outcome} |" for folder, x in tried.items()),
         reasons="\n".join(
             f"* {folder}: {x.outcome}. `{shorten(x.why)}`" for folder, x in sorted(table.items()) if x.why
