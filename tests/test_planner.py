@@ -317,6 +317,7 @@ def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
         (("--mesh", "fsdp=2", "--compute", "float8"), "--compute: is float8, and no layer of transformers"),
         (("--mesh", "fsdp=2", "--axes", "tp"), "--axes: is of --sweep, and --mesh names its own axes"),
         (("--sweep", "2", "--fit"), "--fit: plans changes of one mesh, and --sweep plans many"),
+        (("--mesh", "fsdp=2", "--fit", "--memory", "1GiB"), "--fit: tries a budget among its changes"),
         (("--mesh", "fsdp=2", "--fit", "--json"), "--fit: says its changes as text, and --json prints none"),
         (("--sweep", "2", "--axes", "tp,fsdp"), "--axes: has ['fsdp'], along which ranks share no examples"),
         (("--mesh", "fsdp=2", "--memory", "much"), "--memory: "),

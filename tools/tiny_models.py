@@ -153,15 +153,20 @@ def draw_batch(model_class: Any) -> dict[str, Any]:
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "TextModel", "Model")
 
 
-def _list_classes(folder: str) -> Iterator[tuple[Any, Any]]:
-    """Configurations and models of a folder: first those whose configuration has a plan, with a head first."""
-    file = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    root = Path(file.__file__ or "").parent
-    models = {}
-    for path in sorted(root.glob("modeling_*.py")):
+def list_models(folder: str) -> dict[str, Any]:
+    """The classes of models that a folder defines, by their names."""
+    models: dict[str, Any] = {}
+    for path in sorted((Path(transformers.__file__).parent / "models" / folder).glob("modeling_*.py")):
         module = importlib.import_module(f"transformers.models.{folder}.{path.stem}")
         own = {name: x for name, x in vars(module).items() if inspect.isclass(x) and x.__module__ == module.__name__}
         models |= {name: x for name, x in own.items() if issubclass(x, transformers.PreTrainedModel)}
+    return models
+
+
+def _list_classes(folder: str) -> Iterator[tuple[Any, Any]]:
+    """Configurations and models of a folder: first those whose configuration has a plan, with a head first."""
+    file = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    models = list_models(folder)
     configs = [x for x in vars(file).values() if inspect.isclass(x) and issubclass(x, transformers.PreTrainedConfig)]
     configs = [x for x in configs if x.__module__ == file.__name__]
     configs.sort(key=lambda x: not (x.base_model_tp_plan or getattr(x, "base_model_ep_plan", None)))
@@ -171,7 +176,7 @@ def _list_classes(folder: str) -> Iterator[tuple[Any, Any]]:
             yield config, getattr(transformers, borrowed)
         for head in HEADS:
             for name, model in models.items():
-                if name.endswith(head) and _config_of(model) is config and _reads_tokens(model):
+                if name.endswith(head) and config_of(model) is config and _reads_tokens(model):
                     yield config, model
 
 
@@ -179,7 +184,7 @@ def _reads_tokens(model: Any) -> bool:
     return "input_ids" in inspect.signature(model.forward).parameters
 
 
-def _config_of(model: Any) -> Any:
+def config_of(model: Any) -> Any:
     """The configuration that a model is made of."""
     hint = model.__init__.__annotations__.get("config")
     if isinstance(hint, str):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import inspect
 import json
 import multiprocessing
@@ -93,12 +92,7 @@ HEADS = (
 
 def _list_classes(folder: str) -> Iterator[tuple[Any, Any]]:
     """Configurations and models of a folder, those with a loss first."""
-    root = Path(transformers.__file__).parent / "models" / folder
-    models: dict[str, Any] = {}
-    for path in sorted(root.glob("modeling_*.py")):
-        module = importlib.import_module(f"transformers.models.{folder}.{path.stem}")
-        own = {name: x for name, x in vars(module).items() if inspect.isclass(x) and x.__module__ == module.__name__}
-        models |= {name: x for name, x in own.items() if issubclass(x, transformers.PreTrainedModel)}
+    models = tiny_models.list_models(folder)
     for head in HEADS:
         for name, model in models.items():
             if (
@@ -106,7 +100,7 @@ def _list_classes(folder: str) -> Iterator[tuple[Any, Any]]:
                 and not name.endswith("PreTrainedModel")
                 and "forward" in {key for x in model.__mro__[:-3] for key in vars(x)}
             ):
-                yield tiny_models._config_of(model), model
+                yield tiny_models.config_of(model), model
 
 
 WIDTHS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "n_mels")

@@ -133,6 +133,9 @@ def _check_together(options: argparse.Namespace) -> None:
         raise FzeroError("--axes", "is of --sweep, and --mesh names its own axes", "give --sweep, or no --axes")
     if options.fit and options.sweep is not None:
         raise FzeroError("--fit", "plans changes of one mesh, and --sweep plans many", "give --mesh, or no --fit")
+    if options.fit and options.memory is not None:
+        problem = "tries a budget among its changes, and --memory gives one"
+        raise FzeroError("--fit", problem, "leave --memory out; --hardware says what the device has")
     if options.fit and options.json:
         raise FzeroError("--fit", "says its changes as text, and --json prints none", "give one of the two")
 

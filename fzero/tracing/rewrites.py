@@ -203,11 +203,11 @@ def _dropout(
 ) -> Tensor:
     """`dropout`. On a CPU torch asks for the number of elements of open sizes in front of its kernel. `torch.dropout`
     names its third argument `train`, and has no fourth."""
-    if func is torch.dropout:
-        return func(x, p, named.get("train", training))
+    training = named.get("train", training)
+    given = (p, training) if func is torch.dropout else (p, training, inplace)
     is_open_here = not isinstance(x, Sharded) and any(map(is_open, x.shape)) and x.device.type == "cpu"
     if not is_open_here or not training or inplace or not 0 < p < 1:
-        return func(x, p, training, inplace)
+        return func(x, *given)
     if depth() == 0:
         return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
     new = _aten.empty.memory_format([], dtype=x.dtype, layout=x.layout, device=x.device)  # as torch in a transform
