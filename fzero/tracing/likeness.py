@@ -34,6 +34,8 @@ _ATOMS: frozenset[Any] = frozenset(
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _BY_NAME = frozenset({"globals", "vars", "eval", "exec", "__dict__", "locals", "import_module", "__import__"})
 """Names in code that may read what no name in it says."""
+_GENERATED = frozenset({"_tuple_new", "hash", "NotImplemented"})
+"""Globals of the methods that Python generates for a named tuple and for a dataclass: builtins, and one of its own."""
 _LATER = frozenset(
     {"Function.apply", "Tensor.register_hook", "Tensor.register_post_accumulate_grad_hook", "register_multi_grad_hook"}
 )
@@ -184,7 +186,7 @@ class ReadGlobals:
         if any(map(is_of_library, packages)) or code.co_filename.startswith("<frozen "):
             return not (packages[0] == "torch" and code.co_qualname in _LATER)
         if code.co_filename == "<string>":  # of a named tuple or a dataclass; of a user, where it reads globals
-            return all(x.argval == "_tuple_new" for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
+            return all(x.argval in _GENERATED for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
         names = set(code.co_names)
         has_variables = set(code.co_freevars) - {"__class__"} and not is_installed(code.co_filename)
         if not homes or names & _BY_NAME or has_variables:  # a variable of a decorator stays what it is

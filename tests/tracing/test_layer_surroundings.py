@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,16 @@ class Slots:
 
 
 SLOTS = Slots()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What Python generates a hash for."""
+
+    size: int = 3
+
+
+TABLE = {Key(): 2.0}
 
 
 def in_the_middle(change: Any) -> Any:
@@ -162,6 +173,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "a hook of a weight": (0, {"do": hook_weight}),
     "a dict with attributes": (0, {"do": lambda self, x: x * self.table.scale, "change": give_tables}),
     "the signature of a layer": (LAYERS - 2, {"run": by_signature}),
+    "a hash that Python generates": (LAYERS - 2, {"do": lambda self, x: x * TABLE[Key()]}),
     "a signed zero": (0, {"run": signed_zero}),
     "layers of torch, line by line": (LAYERS - 2, {"change": of_torch, "run": line_by_line}),
 }  # fmt: skip

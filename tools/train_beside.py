@@ -1,0 +1,275 @@
+"""Updates of a model by a sharded step beside those of plain torch, and tables of many models: what the pages of models
+of others have in common (`trained_models.py`, `timm_models.py`).
+
+Two virtual ranks take an update of AdamW with clipping for each batch, whose sizes may change. Plain torch takes the
+same ones, with the mean of the losses of all parts of a batch. Losses and parameters are compared. The name of a model
+draws a `Way` to train it: stage, turns of accumulation, checkpointing, a memory budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import random
+import re
+import signal
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from parallel_models import loss_of
+from tiny_models import UntriedError
+
+import fzero
+from fzero import optim, tree
+
+ROOT = Path(__file__).parents[1]
+SECONDS, LARGEST = 90, 6_000_000
+"""Of the processor, and parameters, of a model that is tried."""
+RANKS = 2
+RATE, DECAY, NORM, EPS = 1e-3, 0.1, 1.0, 1e-4
+ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Of a loss, and of the largest change of a parameter."""
+OUTCOMES = ("equal", "refused", "raw", "wrong", "untried")
+Batch = dict[str, Any]
+
+
+class Way(NamedTuple):
+    """How a model is trained. With a budget `memory` is the peak that stage 3 has at the largest batch."""
+
+    stage: int = 3
+    turns: int = 1
+    is_checkpointed: bool = False
+    has_budget: bool = False
+
+    def __str__(self) -> str:
+        parts = ["memory"] if self.has_budget else [f"stage {self.stage}"]
+        parts += [f"{self.turns} turns"] if self.turns > 1 else []
+        parts += ["checkpointing"] if self.is_checkpointed else []
+        return ", ".join(parts)
+
+
+class Found(NamedTuple):
+    """What came of a model: one of `OUTCOMES`, and why; its class, and the way."""
+
+    outcome: str
+    why: str = ""
+    model: str = ""
+    way: str = ""
+
+
+def draw_way(name: str) -> Way:
+    """The way of a name, the same in each run."""
+    draw = random.Random(zlib.crc32(name.encode()))
+    return Way(draw.choice([1, 2, 3, 3]), draw.choice([1, 1, 2]), draw.random() < 0.3, draw.random() < 0.2)
+
+
+def prepare(model: Any) -> None:
+    """Give a model weights of some size, for none of which its code has a special case, and keep running statistics."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    with torch.no_grad():
+        for leaf in model.parameters():
+            leaf.copy_(torch.nan_to_num(leaf) + 0.05 * torch.randn_like(leaf))
+
+
+def apply_to(call: Callable[..., Any], batch: Batch) -> Any:
+    """The output for a batch, of which "" is an argument without a name."""
+    named = {key: x for key, x in batch.items() if key}
+    return call(batch[""], **named) if "" in batch else call(**named)
+
+
+def check_plain(model: Any, batches: Sequence[Batch]) -> None:
+    """Let a copy of a model compute its losses.
+
+    Raises:
+        UntriedError: for a loss that is no finite number, or follows from no parameter.
+    """
+    for batch in batches:
+        loss = loss_of(apply_to(copy.deepcopy(model), batch))
+        if not loss.requires_grad or not loss.isfinite():
+            raise UntriedError(f"a loss of {loss}")
+
+
+def train_plain(model: Any, batches: Sequence[Batch], turns: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses, and the parameters afterwards, of plain torch: each update has the mean of the losses of all parts."""
+    rows = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(rows, RATE, (0.9, 0.95), EPS, weight_decay=DECAY)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for i in range(RANKS * turns):
+            part = {key: x.chunk(RANKS * turns)[i] for key, x in batch.items()}
+            loss = loss_of(apply_to(model, part)) / (RANKS * turns)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(rows, NORM)
+        for leaf in rows:  # as fzero has it: a gradient for each
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: x.detach() for name, x in model.named_parameters()}
+
+
+def train_sharded(model: Any, batches: Sequence[Batch], way: Way) -> tuple[list[float], dict[str, Any]]:
+    """The same of a sharded step on virtual ranks."""
+    mesh = fzero.VirtualMesh(fsdp=RANKS)
+    params, apply = fzero.lower(model)
+    params = fzero.partition(params, mesh)
+    optimizer = optim.chain(
+        optim.clip_by_global_norm(NORM), optim.adamw(RATE, b1=0.9, b2=0.95, eps=EPS, weight_decay=DECAY)
+    )
+    state = optimizer.init(params)
+
+    def loss_on(params: Any, batch: Any) -> Any:
+        return loss_of(apply_to(lambda *args, **kwargs: apply(params, *args, **kwargs), batch))
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        if way.turns > 1:
+            sums = fzero.accumulate(lambda p, b: (loss_on(p, b), torch.ones(())), way.turns)
+            loss, grads = sums(params, batch)
+        else:
+            loss, grads = fzero.value_and_grad(loss_on)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optim.apply_updates(params, updates), state, loss
+
+    options: dict[str, Any] = {"stage": way.stage}
+    if way.has_budget:
+        largest = max(batches, key=lambda batch: sum(x.numel() for x in batch.values()))
+        options = {"memory": fzero.simulate(train_step, mesh).trace(params, state, largest).memory().peak}
+    step, losses = fzero.simulate(train_step, mesh, **options), []
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        losses.append(loss.mean().item())
+    whole = fzero.unpartition(params)
+    return losses, dict(zip(tree.paths(whole), tree.leaves(whole)))
+
+
+def compare(model: Any, batches: Sequence[Batch], way: Way, checkpoint: Callable[[Any], None]) -> Found:
+    """What came of a model that is trained in a way, where `checkpoint(model)` lets its layers be checkpointed.
+
+    Raises:
+        UntriedError: where plain torch does not train it.
+    """
+    found = Found("equal", "", type(model).__name__, str(way))
+    start = {name: x.detach().clone() for name, x in model.named_parameters()}
+    try:
+        theirs = copy.deepcopy(model)
+        for each in (model, theirs) if way.is_checkpointed else ():
+            checkpoint(each)
+        losses, params = train_plain(theirs, batches, way.turns)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        raise UntriedError(f"plain torch: {type(error).__name__} {error}") from error
+    try:
+        own_losses, own = train_sharded(model, batches, way)
+    except fzero.FzeroError as error:
+        return found._replace(outcome="refused", why=" ".join(str(error).split()))
+    except TimeoutError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return found._replace(outcome="raw", why=why)
+    allowed = ALLOWED[next(model.parameters()).dtype]
+    apart = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(own_losses, losses))
+    change = max((params[name] - x).abs().max().item() for name, x in start.items())
+    off = {name: (own[name] - params[name]).abs().max().item() / change for name in params.keys() & own.keys()}
+    worst = max(off, key=lambda name: off[name])
+    if apart <= allowed and off[worst] <= allowed:
+        return found
+    return found._replace(outcome="wrong", why=f"losses are {apart:.1e} apart, {worst} {off[worst]:.1e}")
+
+
+class Table:
+    """The outcomes of models by name, which are kept in build/, and the page that they make.
+
+    Args:
+        name: of the page in docs/, and of the file in build/.
+        names: all models.
+        judge: what came of a model by its name; an `UntriedError` where it was not made.
+        head: the text of the page, with {counts}, {rows}, {reasons} and `facts` in it.
+    """
+
+    def __init__(
+        self, name: str, names: Sequence[str], judge: Callable[[str], Found], head: str, **facts: Any
+    ) -> None:
+        self._names, self._judge, self._head, self._facts = names, judge, head, facts
+        self._page, self._journal = ROOT / "docs" / f"{name}.md", ROOT / "build" / f"{name}.json"
+        known = json.loads(self._journal.read_text()) if self._journal.exists() else {}
+        self.found = {key: Found(*x) for key, x in known.items()}
+
+    def run(self, about: str) -> None:
+        """Judge the models that the command line names, and write what it asks for."""
+        parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+        parser.add_argument("names", nargs="*", help="all by default")
+        parser.add_argument("--rest", action="store_true", help="those without an outcome in build/")
+        parser.add_argument("--write", action="store_true", help=f"write docs/{self._page.name}")
+        parser.add_argument("--workers", type=int, default=1)
+        given = parser.parse_args()
+        self._journal.parent.mkdir(exist_ok=True)
+        chosen = given.names or [x for x in self._names if not (given.rest and x in self.found)]
+        judge = _Judge(self._judge)
+        with multiprocessing.get_context("spawn").Pool(given.workers, _start, maxtasksperchild=16) as pool:
+            for name, found in zip(chosen, pool.imap(judge, chosen)):
+                self.found[name] = found
+                self._journal.write_text(json.dumps(self.found))
+                print(name, *found, flush=True)
+        if given.write:
+            self._page.write_text(self.render(), encoding="utf-8")
+
+    def render(self) -> str:
+        """The page of the table."""
+        counts = Counter(x.outcome for x in self.found.values())
+        rows = sorted(self.found.items())
+        return self._head.format(
+            torch=torch.__version__.partition("+")[0],
+            allowed=ALLOWED[torch.float64],
+            allowed_single=ALLOWED[torch.float32],
+            largest=f"{LARGEST:,}",
+            seconds=SECONDS,
+            counts=f"{len(self.found)} of {len(self._names)} were tried: "
+            + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+            + ".",
+            rows="\n".join(f"| {x} | {y.model} | {y.way} | {y.outcome} |" for x, y in rows if y.outcome != "untried"),
+            reasons="\n".join(f"* {x}: {y.outcome}. `{shorten(y.why)}`" for x, y in rows if y.why),
+            **self._facts,
+        )
+
+
+class _Judge:
+    """`judge`, within `SECONDS` of the processor, with an outcome where no model was made, too."""
+
+    def __init__(self, judge: Callable[[str], Found]) -> None:
+        self._judge = judge
+
+    def __call__(self, name: str) -> Found:
+        signal.signal(signal.SIGPROF, lambda *_: (_ for _ in ()).throw(TimeoutError(f"no end in {SECONDS} s")))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        try:
+            return self._judge(name)
+        except (UntriedError, TimeoutError) as error:
+            return Found("untried", str(error)[:300])
+        except Exception as error:
+            return Found("untried", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def shorten(why: str) -> str:
+    """A reason without folders of this machine."""
+    text = re.sub(r"\S*/(?=(transformers|timm|torch|tools)/)", "", why)
+    return " ".join(text.replace("`", "'").split())[:300]
+
+
+def _start() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
