@@ -16,10 +16,12 @@ from typing import Any
 import timm
 import torch
 from tiny_models import UntriedError
-from train_beside import LARGEST, Batch, Found, Table, check_plain, compare, draw_way, prepare
+from train_beside import Batch, Found, Table, check_plain, compare, draw_way, prepare
 
 ROWS = (8, 12, 8)
 """Rows of the updates: the program of all numbers of rows is made at the second."""
+LARGEST = 30_000_000
+"""Parameters of a model that is tried."""
 IMAGES, CLASSES, TRIES = (32, 64, 96, 224), 5, 4
 DEPTHS: tuple[dict[str, Any], ...] = ({"depths": (1, 1, 2, 1)}, {"depths": (1, 2, 1)}, {"depth": 2}, {})
 """Fewer layers than a model has by its name, for a constructor that takes a number of them."""
@@ -117,7 +119,12 @@ parameters, want other inputs, or take more than {seconds} seconds.
 
 
 def main() -> None:
-    facts = {"version": timm.__version__, "updates": len(ROWS), "numbers": ", ".join(map(str, ROWS))}
+    facts = {
+        "version": timm.__version__,
+        "updates": len(ROWS),
+        "numbers": ", ".join(map(str, ROWS)),
+        "largest": f"{LARGEST:,}",
+    }
     Table("timm_models", timm.list_modules(), judge, HEAD, **facts).run(__doc__ or "")
 
 

@@ -20,8 +20,10 @@ import tiny_models
 import torch
 import transformers
 from tiny_models import UntriedError
-from train_beside import LARGEST, Found, Table, check_plain, compare, draw_way, prepare
+from train_beside import Found, Table, check_plain, compare, draw_way, prepare
 
+LARGEST = 6_000_000
+"""Parameters of a model that is tried."""
 LENGTHS = (8, 12, 10, 8)
 """The lengths of the updates: the program of all lengths is made at the second."""
 
@@ -165,6 +167,7 @@ def main() -> None:
     facts = {
         "version": transformers.__version__,
         "updates": len(LENGTHS),
+        "largest": f"{LARGEST:,}",
         "lengths": ", ".join(map(str, LENGTHS)),
     }
     Table("trained_models", list_folders(), judge, HEAD, **facts).run(__doc__ or "")
