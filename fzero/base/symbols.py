@@ -14,6 +14,7 @@ import torch
 
 from fzero.base.formulas import LEAST, MOST, Condition, Conditions, compile_formulas
 from fzero.base.torch_private_symbols import (
+    is_whole_float,
     make_environment,
     make_number,
     make_source,
@@ -101,8 +102,9 @@ class Symbols:
 
 def adds_floats(expression: Any) -> bool:
     """Whether an expression has sums or products of floats. torch's symbols put constants of these together, and Python
-    rounds after each."""
-    is_float = (expression.is_Add or expression.is_Mul) and not expression.is_integer
+    rounds after each. A sum of whole numbers is exact in any order."""
+    is_whole = expression.is_Add and all(map(is_whole_float, expression.args))
+    is_float = (expression.is_Add or expression.is_Mul) and not (expression.is_integer or is_whole)
     return is_float or any(map(adds_floats, expression.args))
 
 

@@ -75,7 +75,17 @@ def write_expressions(expressions: Sequence[Any]) -> list[str]:
     import torch.utils._sympy.printers
 
     printer = torch.utils._sympy.printers.PythonPrinter()
-    return [printer.doprint(expression) for expression in expressions]
+    texts = map(printer.doprint, expressions)
+    return [text.replace("torch.sym_float(", "float(").replace("torch._sym_sqrt(", "math.sqrt(") for text in texts]
+
+
+def is_whole_float(expression: Any) -> bool:
+    """Whether an expression is an integer as a float: `float(size)`, or a constant such as 2.0. Public replacement:
+    none; torch's symbols know no more of it than that it is real."""
+    import torch.utils._sympy.functions
+
+    is_size = isinstance(expression, torch.utils._sympy.functions.ToFloat)
+    return is_size or bool(expression.is_Float and float(expression).is_integer())
 
 
 @cache
