@@ -128,9 +128,9 @@ def watch_attributes(layer: nn.Module, attributes: set[Attribute]) -> Iterator[C
 
 @functools.lru_cache(256)
 def _watch_class(cls: Any) -> Any:
-    """A class whose objects note what is read of them. None for a class that does something where another one is made
-    of it."""
-    if any("__init_subclass__" in vars(x) for x in cls.__mro__ if x is not object) or type(cls) is not type:
+    """A class whose objects note what is read of them. None for a class of a metaclass, which may do something where
+    another one is made of it, and for one of objects of another layout."""
+    if type(cls) is not type:
         return None
 
     def read(self: Any, name: str) -> Any:
@@ -139,7 +139,12 @@ def _watch_class(cls: Any) -> Any:
             seen.add((id(self), name))
         return cls if name == "__class__" else cls.__getattribute__(self, name)  # type: ignore[call-arg]
 
-    return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
+    made = type(cls.__name__, (nn.Module,), {"__getattribute__": read, "__module__": cls.__module__})
+    try:
+        made.__bases__ = (cls,)  # afterwards: no `__init_subclass__` is told, as of no class that a user makes
+    except TypeError:  # of a class with slots
+        return None
+    return made
 
 
 def _is_read_by_torch() -> bool:

@@ -149,6 +149,18 @@ def of_torch(model: Any) -> None:
     model.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
 
+class Told(Block):
+    """A layer whose class is told of each class that is made of it, as those of transformers are."""
+
+    def __init_subclass__(cls) -> None:
+        raise AssertionError(f"{cls} is no class of the user")
+
+
+def of_told(model: Any) -> None:
+    for layer in model.layers:
+        layer.__class__ = Told
+
+
 def line_by_line(model: Any, x: Tensor) -> Tensor:
     x = model.layers[0](x)
     x = model.layers[1](x)
@@ -173,6 +185,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "a hook of a weight": (0, {"do": hook_weight}),
     "a dict with attributes": (0, {"do": lambda self, x: x * self.table.scale, "change": give_tables}),
     "the signature of a layer": (LAYERS - 2, {"run": by_signature}),
+    "a class that is told of its subclasses": (LAYERS - 2, {"change": of_told}),
+    "an index that a class of that kind reads": (0, {"do": lambda self, x: x * self.index, "change": of_told}),
     "a hash that Python generates": (LAYERS - 2, {"do": lambda self, x: x * TABLE[Key()]}),
     "a signed zero": (0, {"run": signed_zero}),
     "layers of torch, line by line": (LAYERS - 2, {"change": of_torch, "run": line_by_line}),
