@@ -101,7 +101,8 @@ of batch norms that it starts with; of models that take numbers of layers, with 
 rows. The module's name draws how: the stage, whether gradients of two turns add up, whether layers are checkpointed,
 and whether a memory budget of stage 3's own peak chooses. Plain torch takes the same updates, with the mean of the
 losses of all parts of a batch. Models are *equal* if losses differ by at most {allowed:.0e} of the loss, and parameters
-by at most {allowed:.0e} of the largest change of one.
+by at most {allowed:.0e} of the largest change of one; where that is not so, and they are as near to the training of
+`torch.func`, the reason says it.
 
 *untried* are modules of which plain torch trained no model here: those that were tried have more than {largest}
 parameters, want other inputs, or take more than {seconds} seconds.

@@ -147,6 +147,8 @@ program of all lengths. The folder's name draws how: the stage, whether gradient
 are checkpointed, and whether a memory budget of stage 3's own peak chooses. Plain torch takes the same updates, with
 the mean of the losses of all parts of a batch. Models are *equal* if losses differ by at most {allowed:.0e} of the
 loss, and parameters by at most {allowed:.0e} of the largest change of one; in single precision by {allowed_single:.0e}.
+Where code of a model computes in single precision, a derivative of `torch.func` may round otherwise than autograd's: a
+model that is further from autograd's training is equal if it is as near to that of `torch.func`, and listed below.
 
 *untried* are models that plain torch did not train here: no tiny configuration was found, a package is missing, they
 want inputs of another kind, have more than {largest} parameters, or take more than {seconds} seconds.
