@@ -279,6 +279,17 @@ class TraceGraph:
         new.meta.update(meta)
         return new
 
+    def constant_of(self, node: Any) -> Any:
+        """The tensor that a node takes from outside of the trace."""
+        return getattr(self._tracer.root, node.target)
+
+    def emit_constant(self, x: Tensor, meta: dict[str, Any]) -> Any:
+        """A new node that takes a tensor from outside of the trace, as make_fx records one."""
+        new = self._tracer.create_arg(x)
+        new.meta.clear()
+        new.meta.update(meta)
+        return new
+
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: Any, value: Any) -> Any:
         node = call_function(self.graph, target, args, kwargs, name_target(named))
         here = torch.fx.traceback.current_meta

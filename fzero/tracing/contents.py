@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -37,6 +38,11 @@ class HeldContents:
             held = _list_contents_of(value)
             self._held[id(value)] = value, held
             waiting += held
+
+    def holds(self, wanted: Sequence[Any]) -> bool:
+        """Whether one of the objects holds one of those wanted."""
+        ids = set(map(id, wanted))
+        return any(id(x) in ids for _, held in self._held.values() for x in held)
 
     def is_same(self) -> bool:
         """Whether all objects hold what they held."""

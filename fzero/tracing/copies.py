@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -30,7 +30,7 @@ Name = tuple[str, int]
 
 class _Copied(NamedTuple):
     """A node of a part, with numbers for the nodes that stand for numbers. `forms` are those of its values by the
-    values of its `operands`; None for an item of another one."""
+    values of its `operands`; None for an item of another one, and for the buffer at a position, which is `args`."""
 
     node: Node
     name: Name
@@ -41,17 +41,24 @@ class _Copied(NamedTuple):
 
 
 class TracePart:
-    """The nodes of a trace behind the node `last`, of a `kind` that their names have. They compute with `given` ones.
+    """The nodes of a trace behind the node `last`, of a `kind` that their names have. They compute with `given` ones,
+    and with `buffers` of a module.
 
     Raises:
-        Uncopied: where a node is no operation of torch, or writes into memory that was there before the part, and where
-            a result is more than its form.
+        Uncopied: where a node is no operation of torch and no buffer, or writes into memory that was there before the
+            part, and where a result is more than its form.
     """
 
     def __init__(
-        self, traced: TraceGraph, repeats: Repeats, last: Node | None, given: Mapping[Name, Node], kind: str
+        self,
+        traced: TraceGraph,
+        repeats: Repeats,
+        last: Node | None,
+        given: Mapping[Name, Node],
+        kind: str,
+        buffers: Sequence[Tensor],
     ) -> None:
-        self._traced, self._repeats = traced, repeats
+        self._traced, self._repeats, self._buffers = traced, repeats, buffers
         self.nodes: list[Node] = [node for node in traced.nodes_after(last) if not _is_number(node)]
         self.own = {(kind, i): node for i, node in enumerate(self.nodes)}
         """The nodes of the part by name."""
@@ -62,6 +69,8 @@ class TracePart:
         self._steps = [self._take(node, own) for node in self.nodes]
 
     def _take(self, node: Node, own: set[int]) -> _Copied:
+        if node.op == "get_attr":
+            return self._take_buffer(node)
         is_operation = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
         if node.op != "call_function" or not (is_operation or node.target is operator.getitem):
             raise Uncopied(f"{node} is no operation of torch")
@@ -85,38 +94,59 @@ class TracePart:
         own |= set(map(storage_key, results)) - set(map(storage_key, values))
         return _Copied(node, self.names[node], args, kwargs, forms, tensors)
 
+    def _take_buffer(self, node: Node) -> _Copied:
+        constant = self._traced.constant_of(node)
+        at = next((i for i, x in enumerate(self._buffers) if x is constant), None)
+        if at is None:
+            raise Uncopied(f"{node} is no buffer of the layer")
+        node.meta["val"] = self._repeats.make_constant(constant)
+        return _Copied(node, self.names[node], at, {}, None, [])
+
     def describe(self) -> list[Any]:
         """What the part computes, in terms of names. Parts of equal descriptions are copies of each other, but for
         operands that are not among those given."""
         return [self._describe(step) for step in self._steps]
 
     def _describe(self, step: _Copied) -> Any:
+        if step.node.op == "get_attr":
+            return "buffer", step.args
         args, kwargs = (_replace(x, lambda each: self.names.get(each, each), key_of) for x in (step.args, step.kwargs))
         return step.node.target, args, kwargs, self._repeats.describe_forms(step.forms)
 
     def copy(
-        self, given: Mapping[Name, Node], change: Callable[[Mark], Mark], lines: Mapping[str, str]
+        self,
+        given: Mapping[Name, Node],
+        change: Callable[[Mark], Mark],
+        lines: Mapping[str, str],
+        buffers: Sequence[Tensor],
     ) -> dict[Name, Node]:
-        """Trace the operations of the part again, with other values `given` by name. Each new node has the mark of the
-        node that it copies, after a `change`, and its line, or the one that `lines` has for it. Returns the nodes by
-        name."""
+        """Trace the operations of the part again, with other values `given` by name, and other buffers. Each new node
+        has the mark of the node that it copies, after a `change`, and its line, or the one that `lines` has for it.
+        Returns the nodes by name."""
         made, find, new = dict(given), self._repeats.make_value, Nodes()
         for node, name in self.names.items():
             if name in given:
                 new[node] = given[name]
         new.update((node, node) for node in self.outer)
         marks: dict[Mark, dict[str, Any]] = {}
+        taken = {step.args for step in self._steps if step.node.op == "get_attr"}
+        constants = {i: self._repeats.make_constant(buffers[i]) for i in taken}
         with self._repeats.making():
             for node, name, args, kwargs, forms, needed in self._steps:
                 mark = get_mark(node)
                 if mark not in marks:
                     set_mark(marks.setdefault(mark, {}), change(mark))
+                line = node.meta["stack_trace"]
+                meta = {**marks[mark], "stack_trace": lines.get(line, line)}
+                if node.op == "get_attr":
+                    meta["val"] = constants[args]
+                    new[node] = made[name] = self._traced.emit_constant(buffers[args], meta)
+                    continue
                 if forms is None:
                     value = new[needed[0]].meta["val"][args[1]]
                 else:
                     value = find(forms, [new[x].meta["val"] for x in needed])
-                line = node.meta["stack_trace"]
-                meta = {**marks[mark], "val": value, "stack_trace": lines.get(line, line)}
+                meta["val"] = value
                 args, kwargs = _fill(args, new), _fill(kwargs, new) if kwargs else kwargs
                 new[node] = made[name] = self._traced.emit_as(node, args, kwargs, meta)
         return made

@@ -1,9 +1,9 @@
 """Layers of a trace: equal layers are traced once.
 
-Of the layers of a list that are equal but for their tensors, the first and the last one run. What the first one
-recorded is copied for those between them, and so is what the backward pass of the last one recorded: autograd reaches
-that first. Where the last one is unlike the first one, or anything else does not fit, the step is traced without copies
-(`Unlike`): a program is the one that a trace without copies makes.
+Of the layers of a list that are equal but for their parameters and buffers, the first and the last one run. What the
+first one recorded is copied for those between them, and so is what the backward pass of the last one recorded:
+autograd reaches that first. Where the last one is unlike the first one, or anything else does not fit, the step is
+traced without copies (`Unlike`): a program is the one that a trace without copies makes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fzero.program.records import find_writes, storage
 from fzero.tracing.contents import HeldContents
 from fzero.tracing.copies import Name, TracePart, Uncopied
 from fzero.tracing.layer_values import LayerResults, Operands
-from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, watch_attributes
+from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, list_buffers, watch_attributes
 from fzero.tracing.loops import find_captures, may_be_loop
 from fzero.tracing.repeats import Repeats, Unknown
 from fzero.tracing.user_line import current_user_line
@@ -80,6 +80,7 @@ class _Layer:
 
     def __init__(self, layers: Layers, operands: Operands, line: str) -> None:
         self.layers, self.operands = layers, operands
+        self.buffers = list_buffers(operands.layer)
         self.template: _Template | None = None
         self.nodes: dict[Name, Node] = {("given", i): node for i, node in enumerate(operands.nodes)}
         """The nodes of the operands and of the layer by name."""
@@ -168,7 +169,7 @@ class Layers:
         try:
             if any(x._backward_hooks for x in entered):  # which would run at another place in the backward pass
                 raise self._refuse()
-            part = self._take(last, run.nodes, "forward")
+            part = self._take(last, run, run.nodes, "forward")
             results = LayerResults(self.repeats, returned, part)
             is_more = before != self._count() or not operands.is_kept(call)
             if is_more or not contents.is_same():
@@ -180,6 +181,8 @@ class Layers:
                 members = {at: found for at, found in differing.items() if not found & read and at > call.at}
                 if len(members) + 1 < FEWEST or not (surroundings.is_known and contents.is_known):
                     raise Uncopied("has too few like it")
+                if surroundings.holds(run.buffers):
+                    raise Uncopied("has a buffer that its code reads from elsewhere, too")
         except (Uncopied, Unknown) as error:
             if known is not None:
                 raise self._refuse() from error
@@ -221,7 +224,7 @@ class Layers:
 
         def copy() -> tuple[Tensor, ...]:
             with no_functions(), no_transforms():
-                run.nodes |= template.forward.copy(run.nodes, run.change, {template.line: run.line})
+                run.nodes |= template.forward.copy(run.nodes, run.change, {template.line: run.line}, run.buffers)
                 made[:] = [self._make(run.nodes[name]) for name in results.names]
             return tuple(made[i] for i in results.followed)
 
@@ -230,10 +233,10 @@ class Layers:
             made[i] = x
         return results.build(made)
 
-    def _take(self, last: Node | None, nodes: Mapping[Name, Node], kind: str) -> TracePart:
-        """What was recorded behind a node, beside `nodes` by name."""
+    def _take(self, last: Node | None, run: _Layer, nodes: Mapping[Name, Node], kind: str) -> TracePart:
+        """What a layer has recorded behind a node, beside `nodes` by name."""
         with no_functions(), no_transforms():
-            return TracePart(self._traced, self.repeats, last, nodes, kind)
+            return TracePart(self._traced, self.repeats, last, nodes, kind, run.buffers)
 
     def _make(self, node: Node) -> Tensor:
         """A new tensor for the value of a node."""
@@ -256,7 +259,7 @@ class Layers:
         if run.begin is None or run.template is None:
             return
         (key, nodes, last), run.begin = run.begin, None
-        part = self._take(last, nodes, "backward")
+        part = self._take(last, run, nodes, "backward")
         made = [None if x is None else part.names[self.repeats.describe_tensor(unwrap(x))[1]] for x in gradients]
         this, known = _BackwardPart(key, part, made, run.line), run.template.backward
         run.nodes |= part.own
@@ -273,7 +276,7 @@ class Layers:
         if known is None or known.key != key:
             raise self._refuse()
         with no_functions(), no_transforms():
-            made = {**nodes, **known.part.copy(nodes, run.change, {known.line: run.line})}
+            made = {**nodes, **known.part.copy(nodes, run.change, {known.line: run.line}, run.buffers)}
             return [None if name is None else self._make(made[name]) for name in known.gradients]
 
     def start_backward(self, run: _Layer, cotangents: Sequence[Tensor | None]) -> None:

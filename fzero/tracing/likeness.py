@@ -11,7 +11,7 @@ import dis
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import CodeType, MethodType, ModuleType
@@ -47,14 +47,12 @@ def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
     classes or the names of what they are made of."""
     found: set[Attribute] = set()
     parts, others = dict(a.named_modules()), dict(b.named_modules())
-    if parts.keys() != others.keys():
+    if parts.keys() != others.keys() or _find_sharing(a) != _find_sharing(b):
         return None
     pairs = {id(part): others[path] for path, part in parts.items()}
     for path, part in parts.items():
         other = others[path]
-        if type(part) is not type(other) or any(
-            x is not None for x in (*part._buffers.values(), *other._buffers.values())
-        ):
+        if type(part) is not type(other) or _describe_buffers(part) != _describe_buffers(other):
             return None
         mine, its = vars(part), vars(other)
         if mine.keys() != its.keys() or _list_parameters(part) != _list_parameters(other):
@@ -71,6 +69,29 @@ def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
 def _list_parameters(module: nn.Module) -> list[tuple[str, bool | None]]:
     """The parameters of a module, and whether autograd follows them."""
     return [(name, None if x is None else x.requires_grad) for name, x in module._parameters.items()]
+
+
+def list_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module and of its parts, one that lies in two places twice."""
+    return [x for _, x in module.named_buffers(remove_duplicate=False)]
+
+
+def _find_sharing(module: nn.Module) -> list[int]:
+    """For each buffer the position of the first one that is the same tensor."""
+    ids = list(map(id, list_buffers(module)))
+    return list(map(ids.index, ids))
+
+
+def _describe_buffers(module: nn.Module) -> list[Any]:
+    """The buffers of a module, and their forms. One of a single element is like no other: torch knows its value in a
+    trace, where Python may decide by it."""
+    return [(name, x if x is None else _describe_buffer(x)) for name, x in module._buffers.items()]
+
+
+def _describe_buffer(x: Tensor) -> Any:
+    if type(x) is not Tensor or x.layout is not torch.strided or x.numel() < 2:
+        return id(x)
+    return x.dtype, x.device, x.shape, x.stride(), x.storage_offset(), x.requires_grad, x.is_conj(), x.is_neg()
 
 
 def _is_equal(x: Any, y: Any, pairs: dict[int, Any]) -> bool:
@@ -209,6 +230,10 @@ class ReadGlobals:
             self._contents.add(x)
             if isinstance(x, ModuleType) and not is_of_library(x.__name__) and id(x) not in seen:
                 self._note_names(x, names, seen)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these tensors is among what was read."""
+        return any(x is each for _, _, x in self._named for each in tensors) or self._contents.holds(tensors)
 
     def is_same(self) -> bool:
         """Whether all that was read is what it was."""

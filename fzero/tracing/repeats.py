@@ -226,6 +226,12 @@ class Repeats:
             return [self.describe_forms(x) for x in forms]
         return self._describe_sizes((forms,)) if is_open(forms) else None if isinstance(forms, Tensor) else forms
 
+    def make_constant(self, x: Tensor) -> FakeTensor:
+        """The value of a node that takes a tensor from outside of the trace: the same one for each such node."""
+        with without_proxies():
+            made: FakeTensor = self._mode.from_tensor(x, static_shapes=True)
+        return made
+
     def make_alias(self, x: FakeTensor, node: Node) -> FakeTensor:
         """Another tensor for the value of a node, which `x` is."""
         form = ResultForm(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), 0, False)

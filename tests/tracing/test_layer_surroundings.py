@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_layer_copies import LAYERS, WIDTH, Block, both, in_order
 from torch import Tensor, nn
 
@@ -149,6 +150,37 @@ def of_torch(model: Any) -> None:
     model.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
 
+def give_ones(model: Any) -> None:
+    for layer in model.layers:
+        layer.register_buffer("one", torch.randn(1))
+
+
+def give_shifts(model: Any) -> None:
+    for layer in model.layers:
+        layer.register_buffer("shift", torch.randn(WIDTH))
+
+
+def shift_in_rows(model: Any) -> None:
+    give_shifts(model)
+    model.layers[2].shift = torch.randn(1, WIDTH)
+
+
+def shift_twice(model: Any) -> None:
+    give_shifts(model)
+    for layer in model.layers:
+        layer.linear.register_buffer("again", layer.shift)
+
+
+def shift_twice_but_one(model: Any) -> None:
+    shift_twice(model)
+    model.layers[2].linear.again = torch.randn(WIDTH)
+
+
+def share_first(model: Any) -> None:
+    give_shifts(model)
+    STATE.inner.shift = model.layers[0].shift
+
+
 class Told(Block):
     """A layer whose class is told of each class that is made of it, as those of transformers are."""
 
@@ -185,6 +217,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "a hook of a weight": (0, {"do": hook_weight}),
     "a dict with attributes": (0, {"do": lambda self, x: x * self.table.scale, "change": give_tables}),
     "the signature of a layer": (LAYERS - 2, {"run": by_signature}),
+    "a buffer of each layer": (
+        LAYERS - 2, {"do": lambda self, x: x * self.shift + self.shift.tanh(), "change": give_shifts}),
+    "a buffer in two places": (
+        LAYERS - 2, {"do": lambda self, x: x * self.shift + self.linear.again, "change": shift_twice}),
+    "a buffer in two places, but of one layer": (
+        LAYERS - 3, {"do": lambda self, x: x * self.shift + self.linear.again, "change": shift_twice_but_one}),
+    "the buffer of the first one for all": (
+        0, {"do": lambda self, x: x * STATE.inner.shift + self.shift, "change": share_first}),
+    "a buffer of another form": (LAYERS - 3, {"do": lambda self, x: x * self.shift, "change": shift_in_rows}),
+    "a buffer of one element, whose value a trace knows": (
+        0, {"do": lambda self, x: x * self.one, "change": give_ones}),
     "a class that is told of its subclasses": (LAYERS - 2, {"change": of_told}),
     "an index that a class of that kind reads": (0, {"do": lambda self, x: x * self.index, "change": of_told}),
     "a hash that Python generates": (LAYERS - 2, {"do": lambda self, x: x * TABLE[Key()]}),
