@@ -236,7 +236,7 @@ class _Function:
         versions = {path: torch_private.version_of(value) for path, value in given.items()}
         output, after = self._skeleton.call(given, args, kwargs)
         changed = [
-            p for p, value in given.items() if after[p] is not value or torch_private.version_of(value) != versions[p]
+            p for p, x in given.items() if not _is_same(after[p], x) or torch_private.version_of(x) != versions[p]
         ]
         return output, after, changed
 
@@ -326,6 +326,11 @@ def _report_frozen(module: nn.Module) -> None:
         some = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")
         message = "%s: %d of %d parameters do not require grad and are frozen, without gradient and optimizer state: %s"
         _log.info(message, type(module).__name__, len(frozen), len(parameters), some)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two tensors are one, apart from wrappers of transforms: `buffer.to(device)` returns one in a gradient."""
+    return a is b or (isinstance(a, Tensor) and torch_private.unwrap(a) is torch_private.unwrap(b))
 
 
 def _iter_statistics(module: nn.Module) -> Iterator[str]:

@@ -473,6 +473,27 @@ def test_a_changed_constant_is_refused_by_name(kind: type[nn.Module], path: str,
         how(lambda x: apply(params, x), torch.randn(3))
 
 
+class Moved(nn.Module):
+    """A forward that moves its buffer to where the input is, as CTRL's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(3, 3), nn.Buffer(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift = self.shift.to(x.device, x.dtype)
+        return self.linear(x) + self.shift
+
+
+def test_a_buffer_that_is_moved_to_where_it_is_stays_a_constant_in_a_gradient() -> None:
+    torch.manual_seed(0)
+    module, x = Moved(), torch.randn(2, 3)
+    params, apply = lower(module)
+    gradient = torch.func.grad(lambda params: apply(params, x).square().mean())(params)
+    module(x).square().mean().backward()
+    assert torch.equal(gradient["linear"]["weight"], module.linear.weight.grad)
+
+
 @pytest.mark.parametrize("how", [eagerly, differentiated, traced_once, traced_gradient])
 def test_a_changed_parameter_is_refused_by_name(how: Callable[..., Any]) -> None:
     class Clamped(nn.Linear):
