@@ -12,8 +12,8 @@ from torch import Tensor
 import fzero
 from fzero import VirtualMesh, passes, tree
 from fzero.passes.run import Pass
-from fzero.program.records import find_bodies
 from fzero.program.memory import Allocator
+from fzero.program.records import find_bodies
 from fzero.variants.fp8_gather import compress, decompress, fp8_gather
 from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
