@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "is an axis over which": (make, {"tp": "fsdp"}),
     "LlamaForCausalLM: has no expert plan": (make, {"tp": None, "ep": "tp"}),
     "fzero.quantize: chooses none of 12 leaves": (make, {"quantize": "int8"}),
-    "in blocks of 64, which a split over 'tp' into runs of 8 would cut": (make_adapted, {"quantize": "nf4"}),
+    "in blocks of 64, which a split over 'tp' into runs of 16 would cut": (make_adapted, {"quantize": "nf4"}),
 }
 
 
