@@ -125,13 +125,15 @@ def make_adapted() -> Any:
 def test_adapters_above_codes_of_parts_train_as_on_one_rank(tmp_path: Path) -> None:
     """QLoRA. The codes of ranks are those of one rank, and a checkpoint goes on at another mesh."""
     coding = {"bits": 4, "block": 8, "levels": "nf4", "double_quant": True}
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    tries: list[tuple[str, VirtualMesh, dict[str, Any]]] = [
+        ("alone", VirtualMesh(fsdp=1), {}),
+        ("ours", MESH, {"tp": "tp"}),
+        ("again", VirtualMesh(fsdp=1, tp=2), {"tp": "tp", "resume": checkpoint}),
+    ]
     alone, ours, resumed = (
-        train(fzero.hf.Trainer, tmp_path / name, make_adapted(), quantize=coding, mesh=mesh, resume=resume, **how)
-        for name, mesh, resume, how in (
-            ("alone", VirtualMesh(fsdp=1), None, {}),
-            ("ours", MESH, None, {"tp": "tp"}),
-            ("again", VirtualMesh(fsdp=1, tp=2), str(tmp_path / "ours" / "checkpoint-2"), {"tp": "tp"}),
-        )
+        train(fzero.hf.Trainer, tmp_path / name, make_adapted(), quantize=coding, mesh=mesh, **how)
+        for name, mesh, how in tries
     )
     assert_equal(ours, alone)
     assert_equal(resumed, alone, updates=1)
