@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import JOINT, VirtualMesh, read_mesh
+from fzero.base.mesh import JOINT, SHARD_AXIS, VirtualMesh, read_mesh
 from fzero.base.sizes import format_size, parse_size
 from fzero.base.text_files import write_text
 from fzero.pages.comparison import draw_comparison
@@ -141,11 +141,14 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def _read_axes(word: str, text: str, options: argparse.Namespace) -> tuple[VirtualMesh, Rates]:
-    """A mesh that an option names, and the rates on it."""
+    """A mesh that an option names, with the axis that state lies along if need be, and the rates on it."""
     mesh = read_mesh(word, text)
     for axis in mesh.names:
         if axis not in _AXES:
             raise FzeroError(word, f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
+    if not mesh.has(SHARD_AXIS) and (len(mesh.names) > 1 or mesh.names[0] in SHARED):  # state lies whole on each rank
+        sizes = mesh.sizes | {SHARD_AXIS: 1}
+        mesh = VirtualMesh(**{axis: sizes[axis] for axis in sorted(sizes, key=lambda axis: axis in SHARED)})
     hardware = HARDWARE[options.hardware]
     return mesh, hardware.rates(mesh) if options.rates is None else read_file(options.rates, mesh.names)
 

@@ -313,10 +313,9 @@ class Allocator:
         return key
 
     def _allocate(self, key: Key, value: Any, counts: Any) -> Any:
-        """Allocate a value, or each item of a list with the counts at its position."""
+        """Allocate a value, or each item of a list, with the counts at its position or with the same for all."""
         if isinstance(value, (list, tuple)):
-            is_nested = any(isinstance(item, (list, tuple)) for item in value)
-            given = [counts] * len(value) if is_nested or counts is None else counts
+            given = counts if isinstance(counts, list) else [counts] * len(value)
             return [
                 self._allocate((key, i), item, count) for i, (item, count) in enumerate(zip(value, given, strict=True))
             ]
@@ -330,17 +329,30 @@ class Allocator:
         """[R] the elements of a node's result on each rank, where the result is computed from slices. None where it has
         the same size on all ranks.
 
-        The result has the counts of an operand of the same shape, for lists position by position. The result of `cat`
-        has the sum of its operands' counts.
+        The result has the counts of an operand of the same shape. Items of a list have those of the operands at their
+        position, and where operands are lists of another length, those of any operand. The result of `cat` has the sum
+        of its operands' counts.
         """
         lists = [arg for arg in node.args if isinstance(arg, (list, tuple)) and any(map(self._is_slice, arg))]
         value = node.meta.get("val")
         if name_of(node) == "cat" and lists:
             return sum(self._at[x].counts for x in lists[0])
-        if isinstance(value, (list, tuple)) and lists:
-            return [next((self._at[x].counts for x in row if self._is_slice(x)), None) for row in zip(*lists)]
-        like = [x for x in node.all_input_nodes if self._is_slice(x) and x.meta["val"].shape == _shape_of(value)]
-        return self._at[like[0]].counts if like else None
+        return self._count_items(value, lists) if lists else self._find_counts(node.all_input_nodes, value)
+
+    def _count_items(self, value: Any, lists: Sequence[Sequence[Any]]) -> Any:
+        """The counts of a value, or of each item of a list, that an operation makes of lists of operands."""
+        if not isinstance(value, (list, tuple)):
+            return self._find_counts(itertools.chain(*lists), value)
+        if any(isinstance(item, (list, tuple)) for item in value):
+            return [self._count_items(item, lists) for item in value]
+        fits = all(len(operands) == len(value) for operands in lists)
+        rows: Iterable[Iterable[Any]] = zip(*lists) if fits else [tuple(itertools.chain(*lists))] * len(value)
+        return [self._find_counts(row, item) for row, item in zip(rows, value, strict=True)]
+
+    def _find_counts(self, operands: Iterable[Any], value: Any) -> Tensor | int | None:
+        """The counts of the first slice among operands that has the shape of a value."""
+        shape = _shape_of(value)
+        return next((self._at[x].counts for x in operands if self._is_slice(x) and x.meta["val"].shape == shape), None)
 
     def _is_slice(self, x: Any) -> bool:
         """Whether this is the node of a value whose size may differ between ranks."""

@@ -21,9 +21,11 @@ import fzero
 import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.hf.data_ranks import DataRanks
+from fzero.hf.merging import list_leaves
 from fzero.hf.outside import Outside
 from fzero.hf.sharing import check_whole
 from fzero.hf.wishes import Wish, choose_wish
+from fzero.values.quantized import is_quantized
 
 MESH = VirtualMesh(fsdp=2, tp=2)
 
@@ -115,6 +117,33 @@ def test_a_stream_that_rank_0_deals_out_is_refused() -> None:
         accelerator.prepare(torch.utils.data.DataLoader(Stream()))
 
 
+def make_adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def test_adapters_above_codes_of_parts_train_as_on_one_rank(tmp_path: Path) -> None:
+    """QLoRA. The codes of ranks are those of one rank, and a checkpoint goes on at another mesh."""
+    coding = {"bits": 4, "block": 8, "levels": "nf4", "double_quant": True}
+    checkpoint = str(tmp_path / "ours" / "checkpoint-2")
+    tries: list[tuple[str, VirtualMesh, dict[str, Any]]] = [
+        ("alone", VirtualMesh(fsdp=1), {}),
+        ("ours", MESH, {"tp": "tp"}),
+        ("again", VirtualMesh(fsdp=1, tp=2), {"tp": "tp", "resume": checkpoint}),
+    ]
+    alone, ours, resumed = (
+        train(fzero.hf.Trainer, tmp_path / name, make_adapted(), quantize=coding, mesh=mesh, **how)
+        for name, mesh, how in tries
+    )
+    assert_equal(ours, alone)
+    assert_equal(resumed, alone, updates=1)
+    held = list_leaves(alone.sharded.params)
+    codes = {path: leaf for path, leaf in list_leaves(ours.sharded.params).items() if is_quantized(leaf)}
+    assert len(codes) == 7 and all(leaf.codes.form.layout.split_axes == ("tp",) for leaf in codes.values())
+    for path, leaf in codes.items():
+        assert torch.equal(*(fzero.unpartition(each).full_tensor() for each in (leaf, held[path]))), path
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "'tp': is no axis of a mesh: none is given": (make, {"mesh": None}),
     "plan: is given, and neither tp nor ep": (make, {"tp": None, "plan": {"lm_head": "replicate"}}),
@@ -122,7 +151,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh axis 'ep'": (make, {"ep": "ep"}),
     "is an axis over which": (make, {"tp": "fsdp"}),
     "LlamaForCausalLM: has no expert plan": (make, {"tp": None, "ep": "tp"}),
-    "quantize": (make, {"quantize": "int8"}),
+    "fzero.quantize: chooses none of 12 leaves": (make, {"quantize": "int8"}),
+    "in blocks of 64, which a split over 'tp' into runs of 16 would cut": (make_adapted, {"quantize": "nf4"}),
 }
 
 

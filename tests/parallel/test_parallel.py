@@ -207,6 +207,27 @@ def test_a_pipeline_keeps_one_input_a_tick() -> None:
     assert peaks[12, False] - peaks[12, True] >= 3 * 5 * activation  # of five ticks
 
 
+def test_a_pipeline_in_groups_keeps_the_inputs_of_one_group() -> None:
+    """As 1F1B, whatever the number of microbatches is: `accumulate` takes as many as ranks at once."""
+
+    def sums(p: Any, x: Tensor) -> Any:
+        made = parallel.pipeline(lambda p, h: (h @ p["w"]).tanh(), p, x)
+        return made.square().sum(), torch.tensor(x.numel())
+
+    def train(p: Any, x: Tensor) -> Any:
+        return fzero.accumulate(sums, len(x) // 2)(p, x)
+
+    mesh, w = VirtualMesh(fsdp=1, pp=2), torch.randn(2, 8, 8, dtype=torch.float64)
+    step, split = fzero.simulate(train, mesh, data=("fsdp",)), {"w": ("pp", 0)}
+    x = torch.randn(4, 2, 8, dtype=torch.float64)
+    got = fzero.unpartition(step(fzero.partition({"w": w}, mesh, split=split), x))
+    torch.testing.assert_close(got, train({"w": w}, x))
+    held = fzero.partition({"w": w.to("meta")}, mesh, split=split)
+    given = [torch.empty(count, 512, 8, dtype=torch.float64, device="meta") for count in (4, 8)]
+    few, many = (step.trace(held, each).memory().peak for each in given)
+    assert many - few == given[0].nbytes
+
+
 def test_what_no_pipeline_is() -> None:
     two = {"w": torch.ones(2, 4, 1)}
     step = fzero.simulate(lambda x: parallel.pipeline(layers.compute_layer, two, x, repeats=2), MESH, data=("fsdp",))

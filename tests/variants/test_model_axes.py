@@ -6,17 +6,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from axes import ADAMW, EXAMPLES, SPLIT, WEIGHTS, loss_of, split_mlp, train
+from axes import ADAMW, EXAMPLES, SPLIT, WEIGHTS, WIDTH, loss_of, split_mlp, train
 from torch import Tensor
 
 import fzero
 from fzero import VirtualMesh, passes, tree
 from fzero.passes.run import Pass
+from fzero.program.memory import Allocator
+from fzero.program.records import find_bodies
 from fzero.variants.fp8_gather import compress, decompress, fp8_gather
 from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
 from fzero.variants.int8_mean import int8_mean
-from fzero.variants.int8_scatter import int8_scatter
+from fzero.variants.int8_scatter import INT8, int8_scatter
 from fzero.variants.mics import mics
 from fzero.variants.qgz import qgz
 from fzero.variants.topk_scatter import topk_scatter
@@ -90,3 +92,20 @@ def test_weights_that_travel_as_codes_are_those_of_the_parts() -> None:
     torch.testing.assert_close(gradients(mesh, fp8_gather), right)
     found = gradients(NODES, zeropp, before="offload"), gradients(NODES, lambda program: qgz(int8_gather(program)))
     assert all(map(torch.equal, *map(tree.leaves, found)))
+
+
+def test_codes_and_what_is_kept_have_their_own_sizes_where_a_rank_has_all_of_a_leaf() -> None:
+    """A square weight is gathered as it lies there, and products of its shape have its elements. The pass makes two
+    values of the one leaf of a bucket."""
+    mesh, weight = VirtualMesh(fsdp=1, tp=2), {"w": torch.ones(WIDTH, WIDTH)}
+
+    def sums(params: Any, x: Tensor) -> Any:
+        made = fzero.psum(fzero.axis_index("tp") * (x @ torch.tanh(params["w"])), "tp")
+        return made.square().sum(), torch.tensor(len(x))
+
+    step = step_on(fzero.accumulate(sums, 2), mesh, with_pass(int8_scatter, "release"))
+    program = step.trace(fzero.partition(weight, mesh), EXAMPLES[: 2 * WIDTH].float())
+    (body,) = find_bodies(program.graph)
+    (node,), allocator = body.find(INT8.pack), Allocator(body, [0])
+    sizes = [int(allocator.nbytes[at.key]) for at in allocator.at(node)]
+    assert sizes == [x.nbytes for x in node.meta["val"]] == [4 * 4 + 4, 4 * 4 * 4] and program.memory().peak > 0
