@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 BUILD, PAGE = ROOT / "build" / "upstream", ROOT / "docs" / "upstream_tests.md"
 SECONDS = 180
 FILES = {
-    "trl": tuple(f"tests/test_{name}_trainer.py" for name in ("reward", "dpo", "sft", "grpo")),
+    "trl": tuple(f"tests/test_{name}_trainer.py" for name in ("reward", "dpo", "kto", "sft", "grpo", "rloo")),
     "peft": ("tests/test_*.py",),
     "transformers": ("tests/trainer/test_*.py",),
 }
