@@ -80,8 +80,8 @@ that ran. A test that looks at `trainer.model` sees a copy with the present valu
 Files that need packages which are not installed are left out. The three tests of test_trainer_seq2seq.py need files of
 the Hub. What they do was done by hand with a tiny T5 and a tiny BERT to BERT, with each of the two Seq2SeqTrainers: a
 bad GenerationConfig is refused, `num_return_sequences` of 3, 2 and 1 with five beams give as many rows, training with
-`predict_with_generate` logs the same losses, norms and metrics to five digits on one process. Adapters of peft's tests, which train by
-hand: [adapters](adapters.md).
+`predict_with_generate` logs the same losses, norms and metrics to five digits, on one process.
+Adapters of peft's tests, which train by hand: [adapters](adapters.md).
 
 Each that does not pass with ours, and why:
 
