@@ -65,7 +65,7 @@ def make_trainer(cls: Any, folder: Path, kind: str, *, lora: str = "", changed: 
 
     columns = {
         "text": ["text"], "SFT": ["prompt", "completion"], "DPO": ["prompt", "chosen", "rejected"],
-        "Reward": ["chosen", "rejected"], "GRPO": ["prompt"],
+        "Reward": ["chosen", "rejected"], "GRPO": ["prompt"], "RLOO": ["prompt"], "KTO": ["prompt", "completion"],
     }  # fmt: skip
     made = LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM
     model = named.pop("model", None) or make_language_model(folder, made)
@@ -80,18 +80,21 @@ def make_trainer(cls: Any, folder: Path, kind: str, *, lora: str = "", changed: 
         else:
             named["peft_config"] = config
     configs: dict[str, Callable[..., Any]] = {
-        "DPO": trl.DPOConfig, "Reward": trl.RewardConfig, "GRPO": trl.GRPOConfig
+        "DPO": trl.DPOConfig, "Reward": trl.RewardConfig, "GRPO": trl.GRPOConfig,
+        "RLOO": trl.RLOOConfig, "KTO": trl.KTOConfig,
     }  # fmt: skip
     plain: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
         "max_steps": UPDATES, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "disable_tqdm": True,
         "save_strategy": "no", "use_cpu": True, "bf16": False, "seed": 3, "dataloader_pin_memory": False,
     }  # fmt: skip
-    if kind == "GRPO":
+    if kind in ("GRPO", "RLOO"):
         plain |= {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
         named["reward_funcs"] = count_letters
     args = configs.get(kind, trl.SFTConfig)(**{**plain, **(changed or {})})
     rows = make_rows(*columns[kind])
+    if kind == "KTO":
+        rows = rows.add_column("label", [i % 3 > 0 for i in range(len(rows))])
     return cls(model, args=args, train_dataset=rows, eval_dataset=rows, processing_class=make_tokenizer(), **named)
 
 

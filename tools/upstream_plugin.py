@@ -22,7 +22,7 @@ import pytest
 ROOT, CHOSEN = Path(os.environ["UPSTREAM_ROOT"]), os.environ.get("UPSTREAM_CHOSEN")
 OUT, IS_OURS = Path(os.environ["UPSTREAM_OUT"]), os.environ["UPSTREAM_TRAINERS"] == "fzero"
 LIBRARIES = ("trl", "peft", "transformers")
-TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")
+TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
 def pytest_configure() -> None:

@@ -24,7 +24,9 @@ from fzero.hf.training_arguments import Seq2SeqTrainingArguments, TrainingArgume
 if TYPE_CHECKING:
     from fzero.hf.trl_trainers import DPOTrainer as DPOTrainer
     from fzero.hf.trl_trainers import GRPOTrainer as GRPOTrainer
+    from fzero.hf.trl_trainers import KTOTrainer as KTOTrainer
     from fzero.hf.trl_trainers import RewardTrainer as RewardTrainer
+    from fzero.hf.trl_trainers import RLOOTrainer as RLOOTrainer
     from fzero.hf.trl_trainers import SFTTrainer as SFTTrainer
 
 __all__ = [  # and TRL's, if installed
@@ -42,7 +44,8 @@ __all__ = [  # and TRL's, if installed
 
 def __getattr__(name: str) -> Any:
     if name not in trl_options.NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        others = f"; of TRL's trainers there are {', '.join(trl_options.NAMES)}" if name.endswith("Trainer") else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{others}")
     trl_options.check_release()
     from fzero.hf import trl_trainers
 

@@ -17,7 +17,7 @@ LEAST, BEFORE = (1, 16), (1, 17)
 """The releases that work: from the first to before the second. Between releases TRL changes what its trainers do behind
 the constructor of transformers, so a new one is tried before it is taken."""
 WAY_OUT = "pip install 'trl>=1.16,<1.17'"
-NAMES = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")
+NAMES = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 """The trainers of TRL that are here, by TRL's names."""
 
 REFUSED = {

@@ -107,8 +107,8 @@ class RewardTrainer(_Front, trl.RewardTrainer, _Base):
     """TRL's RewardTrainer, with its arguments and those of `fzero.hf.Trainer`."""
 
 
-class DPOTrainer(_WithReference, trl.DPOTrainer, _Base):
-    """TRL's DPOTrainer, with its arguments and those of `fzero.hf.Trainer`. The reference model is in slices, too."""
+class _WithComputedReference(_WithReference):
+    """`_WithReference` of a trainer that may compute all results of the reference before it trains."""
 
     def _precompute_ref_logps(self, *args: Any, **named: Any) -> Any:
         if not self._is_constructed:
@@ -117,6 +117,19 @@ class DPOTrainer(_WithReference, trl.DPOTrainer, _Base):
             return super()._precompute_ref_logps(*args, **named)
 
 
+class DPOTrainer(_WithComputedReference, trl.DPOTrainer, _Base):
+    """TRL's DPOTrainer, with its arguments and those of `fzero.hf.Trainer`. The reference model is in slices, too."""
+
+
+class KTOTrainer(_WithComputedReference, trl.KTOTrainer, _Base):
+    """TRL's KTOTrainer, with its arguments and those of `fzero.hf.Trainer`. The reference model is in slices, too."""
+
+
 class GRPOTrainer(_WithReference, trl.GRPOTrainer, _Base):
     """TRL's GRPOTrainer, with its arguments and those of `fzero.hf.Trainer`. Completions come from slices
+    (`fzero.hf.Generator`)."""
+
+
+class RLOOTrainer(_WithReference, trl.RLOOTrainer, _Base):
+    """TRL's RLOOTrainer, with its arguments and those of `fzero.hf.Trainer`. Completions come from slices
     (`fzero.hf.Generator`)."""

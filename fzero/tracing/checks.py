@@ -3,10 +3,13 @@ the check passes, and the check becomes a node of the program, which raises an e
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import assert_later, depth, name_of_backward
@@ -23,9 +26,10 @@ _PASSES = {
     "gaussian_nll_loss": False,
     "istft": False,
     "LinalgSvdBackward": True,
+    "peft.tuners.vblora.layer._get_lora_matrices": False,
 }
 """Who asks -> the truth with which the check passes. Who asks is a function of torch, a backward node of autograd, or
-the place of a `bool(x)` in torch's Python code."""
+the place of a `bool(x)` in Python code of torch or a library."""
 
 _HINTS = {
     "torch.nn.modules.transformer._detect_is_causal_mask",
@@ -42,6 +46,14 @@ _OF_SECOND_ORDER = {
     ("torch::autograd::CopySlices", "any"),  # one of these two, in place on a view
 }
 """(who asks, the operation that made the tensor), for checks that the first derivative does not depend on."""
+
+_COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
+    _aten.lt.Scalar: operator.lt,
+    _aten.le.Scalar: operator.le,
+    _aten.gt.Scalar: operator.gt,
+    _aten.ge.Scalar: operator.ge,
+}
+_DREW_ZERO = "torch.rand drew 0, once in 16 million, where Python branches on it: go on from the last checkpoint"
 
 
 class Checks:
@@ -68,6 +80,10 @@ class Checks:
         if asks in _HINTS:
             return False
         node = self._kinds.node_of(args[0])
+        truth = None if node is None else _compare_draw(node)
+        if truth is not None:
+            assert_later(args[0] if truth else ~args[0], _DREW_ZERO)
+            return truth
         is_known = node is not None and (asks, name_of(node)) in _OF_SECOND_ORDER
         return False if is_known and not self._in_transform else None  # there it may be differentiated again
 
@@ -85,6 +101,17 @@ class Checks:
             problem = "a random draw decides here which way Python goes, and a program goes one way"
             way_out = "turn off the option that leaves parts out at random, such as layerdrop"
             raise FzeroError(current_user_line(), problem, way_out)
+
+
+def _compare_draw(node: Node) -> bool | None:
+    """The truth of a comparison of `torch.rand` with a number that all draws above 0 have, as `rand > 0.0`, which
+    leaves modules out at a rate of 0. None for other nodes, and for draws of 16 bits, which are 0 too often."""
+    compare = _COMPARISONS.get(node.target)
+    if compare is None:
+        return None
+    draw, number = node.args
+    is_draw = isinstance(draw, Node) and draw.target is _aten.rand.default and draw.meta["val"].dtype.itemsize >= 4
+    return compare(0.5, number) if is_draw and isinstance(number, float | int) and not 0 < number < 1 else None
 
 
 def place_of_caller(above: int) -> str:

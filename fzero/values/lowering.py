@@ -52,9 +52,9 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     are constants of `apply`.
 
     Raises:
-        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks; for a module
-            that changes its buffers, here (BatchNorm in training mode) or in
-            `apply` (any other). Lower such a module with `lower_stateful`.
+        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks; for adapters
+            of peft by `target_parameters`; for a module that changes its buffers, here (BatchNorm in training mode) or
+            in `apply` (any other). Lower such a module with `lower_stateful`.
     """
     _check_module(module)
     path = next(_iter_statistics(module), None)
@@ -292,6 +292,9 @@ def _check_module(module: Any) -> None:
             problem = "this module has a full backward hook, which torch.func cannot call"
             way_out = "remove it, and register a forward hook that calls output.register_hook(fn)"
             raise FzeroError(path or type(child).__name__, problem, way_out)
+        if (type(child).__module__, type(child).__name__) == ("peft.tuners.lora.layer", "ParamWrapper"):
+            problem = "has adapters by target_parameters, whose forward registers a parametrization"
+            raise FzeroError(f"{path}.{child.parameter_name}", problem, "name linear modules by target_modules")
 
 
 def _list_params(module: nn.Module) -> Tree:

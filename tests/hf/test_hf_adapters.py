@@ -30,6 +30,7 @@ from hf_models import (
 from peft import LoraConfig
 from processes import run
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero.hf
@@ -237,9 +238,33 @@ def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Pat
     with pytest.raises(FzeroError, match=r"0\.mlp\.up_proj\.weight has adapters by target_parameters.*; give target_m"):
         of_a_parameter = peft.get_peft_model(make_model("llama"), adapters)
         fzero.hf.Trainer(of_a_parameter, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
+    with pytest.raises(FzeroError, match=r"mlp\.up_proj\.weight: has adapters by target_parameters.*; name linear mod"):
+        fzero.lower(of_a_parameter)
     trainer, _ = train_once("prompt tuning")
     with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
         trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
+
+
+def test_adapters_whose_forward_asks_for_values_train_by_hand_as_in_torch() -> None:
+    """They leave out no module at a rate of 0, and look for infinite logits."""
+    mesh, x = VirtualMesh(fsdp=2), torch.randn(4, 8)
+    layers = {"target_modules": ["0", "1"]}
+    for config in (
+        peft.LoHaConfig(r=2, init_weights=False, **layers),
+        peft.LoKrConfig(r=2, init_weights=False, **layers),
+        peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, topk=2, **layers),
+    ):
+        model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config)
+        params, apply = fzero.lower(model)
+        step = fzero.simulate(fzero.value_and_grad(lambda p, x, apply=apply: apply(p, x).square().mean()), mesh)
+        loss, grads = step(fzero.partition(params, mesh), x)
+        expected = model(x).square().mean()
+        expected.backward()
+        torch.testing.assert_close(loss.mean(), expected.detach())
+        leaves = [leaf for leaf in tree.leaves(fzero.unpartition(grads)) if leaf is not None]
+        wanted = [leaf.grad for leaf in model.parameters() if leaf.grad is not None]
+        assert len(wanted) >= 2
+        torch.testing.assert_close(leaves, wanted)
 
 
 def test_what_peft_does_not_merge_and_what_files_cannot_begin_with_is_refused_by_name(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
     "GRPO of adapters": {
         "kind": "GRPO", "lora": "new", "changed": {"max_steps": 4, "num_iterations": 2, "top_entropy_quantile": 0.5},
     },
+    "RLOO": {"kind": "RLOO", "changed": {"max_steps": 2}},
+    "KTO": {"kind": "KTO", "changed": {"max_steps": 4}},
+    "KTO of adapters with a computed reference": {
+        "kind": "KTO", "lora": "new", "changed": {"precompute_ref_log_probs": True, "max_steps": 2},
+    },
 }  # fmt: skip
 
 

@@ -52,8 +52,10 @@ def test_axes_of_ranks_that_share_a_model_are_refused_by_name(tmp_path: Path) ->
 def test_names_of_fzero_hf_are_there_and_no_other() -> None:
     for name in NAMES:
         assert issubclass(getattr(fzero.hf, name), getattr(trl, name))
-    with pytest.raises(AttributeError, match="no attribute 'KTOTrainer'"):
-        fzero.hf.KTOTrainer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'ORPOTrainer'; of TRL's trainers there are SFTTrainer"):
+        fzero.hf.ORPOTrainer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'generate'$"):
+        fzero.hf.generate  # noqa: B018
 
 
 @pytest.mark.parametrize("name", NAMES)

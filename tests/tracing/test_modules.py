@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import tree
@@ -65,6 +66,24 @@ def test_a_branch_on_a_random_draw_is_refused_with_the_option_behind_it() -> Non
         fzero.simulate(drop, MESH)(torch.ones(2))
     with pytest.raises(FzeroError, match="Python needs a value"):
         fzero.simulate(lambda x: x if torch.rand([]) < x.sum() else 2 * x, MESH)(torch.ones(2))
+
+
+def test_a_branch_that_all_draws_but_0_take_is_taken_and_a_draw_of_0_raises() -> None:
+    class DrawZero(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            drawn = func(*args, **(kwargs or {}))
+            return drawn.zero_() if func is torch.ops.aten.rand.default else drawn
+
+    def step(x: Tensor) -> Tensor:
+        assert not torch.rand([]) < 0.0 and torch.rand(1) >= 0 and not torch.rand(1) > 1
+        return x if torch.rand(1) > 0.0 else 2 * x
+
+    run = fzero.simulate(step, MESH)
+    assert run(torch.ones(2)).tolist() == [1, 1]
+    with DrawZero(), pytest.raises(RuntimeError, match=r"torch\.rand drew 0"):
+        run(torch.ones(2))
+    with pytest.raises(FzeroError, match="a random draw decides here"):
+        fzero.simulate(lambda x: x if torch.rand([], dtype=torch.float16) > 0 else 2 * x, MESH)(torch.ones(2))
 
 
 # nn.Transformer
