@@ -43,6 +43,8 @@ def test_the_table_is_sorted_and_reads_as_it_is_written() -> None:
 
 
 def test_each_form_is_tried_in_each_dtype() -> None:
+    if not table.is_of_this_torch(TEXT):
+        pytest.skip(f"the table, whose cells are spread, is not of torch {torch.__version__}")
     cells = {cell for name in operators.names() for cell in operators.cells(name)}
     chosen = Counter(cell for name, cell in find_first().items() if name in operators.names())
     assert set(chosen) == cells and sum(count >= 10 for count in chosen.values()) >= 40
