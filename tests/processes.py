@@ -2,7 +2,7 @@
 
     run(2, fn, 7)               -> [fn(mesh, 7) of rank 0, fn(mesh, 7) of rank 1]
     run_cases(2, {"a": case})   -> {"a": [Outcome of rank 0, Outcome of rank 1]}
-    run_script(file, "--steps", "2") -> what it prints
+    run_script(file, "--steps", "2", ranks=2) -> what it prints
 
 Ranks are forked from one process that has imported what they need and done nothing else, and are there in a tenth of a
 second.
@@ -107,9 +107,12 @@ def run(
         _end([process for process in processes if process.pid is not None], grace)
 
 
-def run_script(script: Path, *flags: str) -> str:
-    """What a script prints that is run in one process: in a rank, which has imported torch already, without a group."""
-    return run(1, _run_script, str(script), flags, timeout=240.0, lost=())[0]
+def run_script(script: Path, *flags: str, ranks: int | None = None) -> str:
+    """What a script prints that is run in one process, without a group; with `ranks`, what rank 0 prints of so many,
+    each with the variables that torchrun gives it. They are forked, and have imported torch already."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the agent of torchrun has one
+    port = None if ranks is None else store.port
+    return run(ranks or 1, _run_script, str(script), flags, port, timeout=240.0, lost=())[0]
 
 
 def run_cases(world: int, cases: Mapping[str, Case], timeout: float = 240.0) -> dict[str, list[Outcome]]:
@@ -174,7 +177,12 @@ def chosen(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
     return {item.callspec.params[parameter] for item in items if parameter in item.callspec.params}
 
 
-def _run_script(mesh: DeviceMesh, script: str, flags: Sequence[str]) -> str:
+def _run_script(mesh: DeviceMesh, script: str, flags: Sequence[str], port: int | None) -> str:
+    if port is not None:
+        rank, world = str(mesh.get_rank()), str(mesh.size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(TORCHELASTIC_RUN_ID="none", TORCHELASTIC_USE_AGENT_STORE="True")
     dist.destroy_process_group()
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))  # as Python does

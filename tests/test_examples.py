@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -184,26 +183,10 @@ def test_a_rank_sends_what_the_others_lack() -> None:
     assert report.sent_nbytes(comm, world=4) == 300 + 300 + 600
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def run_main(*launcher: str, flags: str = "") -> str:
+def run_main(flags: str = "", ranks: int | None = None) -> str:
     """Standard output of a tiny run of the main job."""
     sizes = "--layers 2 --dim 32 --heads 2 --seq 16 --batch 4 --steps 12 --heldout 2 --lr 1e-2"
-    return run_example("train_bytes", *launcher, flags=f"{sizes} {flags}")
-
-
-def run_example(name: str, *launcher: str, flags: str = "") -> str:
-    """Standard output of an example: under a launcher, or as the script of one process."""
-    script = ROOT / "examples" / f"{name}.py"
-    if not launcher:
-        return run_script(script, *flags.split())
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, *launcher, str(script), *flags.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return run_script(ROOT / "examples" / "train_bytes.py", *f"{sizes} {flags}".split(), ranks=ranks)
 
 
 def bits_per_byte(output: str) -> list[float]:
@@ -213,7 +196,8 @@ def bits_per_byte(output: str) -> list[float]:
 
 
 def test_main_job_learns_the_same_on_two_ranks_and_in_one_process() -> None:
-    two = run_main(*TORCHRUN, flags="--stage 3")
+    """With the variables of torchrun; test_docs.py has a script that torchrun starts itself."""
+    two = run_main("--stage 3", ranks=2)
     assert "all-gather" in two and "peak memory" in two
     assert bits_per_byte(run_main()) == pytest.approx(bits_per_byte(two), abs=2e-3)  # printed to 3 digits
     assert bits_per_byte(two)[0] < 7.5  # a uniform guess has 8
@@ -285,7 +269,8 @@ def test_muons_losses_are_plotted_or_the_way_to_a_plot_is_said(trained: dict[str
 
 
 def test_a_small_example_runs_in_one_process() -> None:
-    assert run_example("lora", flags="--steps 16").startswith("trained 9,472 of 146,432 parameters: loss ")
+    printed = run_script(ROOT / "examples" / "lora.py", "--steps", "16")
+    assert printed.startswith("trained 9,472 of 146,432 parameters: loss ")
 
 
 @pytest.mark.parametrize("name", [module.__name__ for module in SMALL])

@@ -11,7 +11,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import LIKE, Calls, Folder, Save, fail_once, state, tensors
-from processes import Refusal, refusal, run_cases, values
+from processes import Refusal, refusal, run_cases, run_script, values
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
@@ -101,14 +100,12 @@ def test_what_cannot_be_removed_is_a_warning_and_the_next_save_removes_it(
 # kills and errors, drawn
 
 
-def test_thirty_kills_and_ten_errors(place: Path) -> None:
-    script = Path(__file__).with_name("faults.py")
+def test_twelve_kills_and_six_errors(place: Path) -> None:
+    """`python tests/checkpoint/faults.py` draws hundreds, and kills before each call."""
     place.mkdir()
-    command = [sys.executable, str(script), "--kills=30", "--every=6", "--errors=10", f"--scratch={place}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    first, _, last = done.stdout.splitlines()
-    assert first.startswith("30 kills") and last.startswith("10 errors")
+    given = "--kills=12", "--every=12", "--errors=6", f"--scratch={place}"
+    first, _, last = run_script(Path(__file__).with_name("faults.py"), *given).splitlines()
+    assert first.startswith("12 kills") and last.startswith("6 errors")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -74,15 +75,17 @@ def test_the_script_reads_what_the_engine_has(case: str, tmp_path: Path) -> None
 def test_the_script_runs_where_fzero_is_not(tmp_path: Path) -> None:
     expected = save(tmp_path / "saved", VirtualMesh(fsdp=2), zero_optimization={"stage": 3})
     code = (
-        "import runpy, sys; sys.modules['fzero'] = None; sys.argv = sys.argv[1:];"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+        "import runpy, sys; sys.modules['fzero'] = None; *given, first, second = sys.argv[1:]\n"
+        "for output in (first, second):\n"
+        "    sys.argv = [*given, output]\n"
+        "    runpy.run_path(given[0], run_name='__main__')\n"
     )
-    script = str(tmp_path / "saved" / "zero_to_fp32.py")
-    for output, file in (("whole", "whole/pytorch_model.bin"), ("one.bin", "one.bin")):
-        command = [sys.executable, "-I", "-c", code, script, str(tmp_path / "saved"), str(tmp_path / output)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout.startswith(f"{len(expected)} tensors of ")
-        assert_equal(torch.load(tmp_path / file), expected)
+    script, outputs = str(tmp_path / "saved" / "zero_to_fp32.py"), (tmp_path / "whole", tmp_path / "one.bin")
+    command = [sys.executable, "-I", "-c", code, script, str(tmp_path / "saved"), *map(str, outputs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.findall(r"^\d+ tensors of ", done.stdout, re.MULTILINE) == [f"{len(expected)} tensors of "] * 2
+    for file in (tmp_path / "whole" / "pytorch_model.bin", tmp_path / "one.bin"):
+        assert_equal(torch.load(file), expected)
 
 
 def test_what_is_no_checkpoint_and_a_changed_byte_are_told(tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +18,8 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from processes import Outcome, run, run_cases, values
+import torch.distributed as dist
+from processes import Outcome, refusal, run, run_cases, values
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,17 +192,17 @@ def full_disk() -> Iterator[None]:
         yield
 
 
+def save_with_a_limit(mesh: DeviceMesh, path: Path) -> str:
+    """The error of a process that may write no file so large."""
+    dist.destroy_process_group()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    return refusal(lambda: save_safetensors({"w": torch.ones(2**16)}, path)).message
+
+
 def test_a_file_larger_than_the_system_allows(tmp_path: Path) -> None:
-    script = """
-        import resource, sys, torch
-        from fzero.state.safetensors import save_safetensors
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-        save_safetensors({"w": torch.ones(2**16)}, sys.argv[1])
-    """
     (tmp_path / "x.safetensors").write_text("old")
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "x.safetensors")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "x.safetensors: rank 0 could not write it: OSError: [Errno 27] File too large" in result.stderr
+    (message,) = run(1, save_with_a_limit, tmp_path / "x.safetensors", lost=())
+    assert "x.safetensors: rank 0 could not write it: OSError: [Errno 27] File too large" in message
     assert files(tmp_path) == ["x.safetensors"] and (tmp_path / "x.safetensors").read_text() == "old"
 
 
