@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fzero.base.installed import find_package, is_installed
 from fzero.base.reachable import is_of_library
+from fzero.base.torch_private import unwrap
 from fzero.tracing.contents import HeldContents
 from fzero.values.layers import is_handed_over
 
@@ -83,13 +84,13 @@ def _find_sharing(module: nn.Module) -> list[int]:
 
 
 def _describe_buffers(module: nn.Module) -> list[Any]:
-    """The buffers of a module, and their forms. One of a single element is like no other: torch knows its value in a
-    trace, where Python may decide by it."""
+    """The buffers of a module, and their forms. A traced one is like no other, and so is one of a single element: torch
+    knows its value in a trace, where Python may decide by it."""
     return [(name, x if x is None else _describe_buffer(x)) for name, x in module._buffers.items()]
 
 
 def _describe_buffer(x: Tensor) -> Any:
-    if type(x) is not Tensor or x.layout is not torch.strided or x.numel() < 2:
+    if type(x) is not Tensor or unwrap(x) is not x or x.layout is not torch.strided or x.numel() < 2:
         return id(x)
     return x.dtype, x.device, x.shape, x.stride(), x.storage_offset(), x.requires_grad, x.is_conj(), x.is_neg()
 

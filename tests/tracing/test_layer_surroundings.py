@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer_copies import LAYERS, WIDTH, Block, both, in_order
+from test_layer_copies import LAYERS, MESH, WIDTH, Block, Model, both, count, in_order
 from torch import Tensor, nn
+from traces import describe_trace
 
 import fzero
+from fzero.tracing.trace import trace
 
 STATE = SimpleNamespace(seen=[], inner=SimpleNamespace(scale=1.0))
 
@@ -240,3 +242,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_program_is_that_of_layers_that_run(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, given = CASES[case]
     assert both(monkeypatch, **given) == expected
+
+
+def test_buffers_that_a_step_is_given_are_those_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last layer have one buffer, those between them others."""
+    model = Model(lambda self, x: x * self.shift, in_order, give_shifts)
+    model.layers[-1].shift = model.layers[0].shift
+    params, buffers, apply = fzero.lower_stateful(model)
+    given = fzero.partition(params, MESH), buffers, torch.zeros(3, WIDTH)
+
+    def step(params: Any, buffers: Any, x: Tensor) -> Any:
+        return fzero.value_and_grad(lambda params: apply(params, buffers, x)[0].square().mean())(params)
+
+    with_copies, copied = count(lambda: trace(step, given, MESH), monkeypatch)
+    assert describe_trace(with_copies) == describe_trace(trace(step, given, MESH, copies=False)) and not copied
