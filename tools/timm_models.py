@@ -72,6 +72,8 @@ def make(module: str) -> tuple[Any, int, str]:
             for part in model.modules():
                 if isinstance(part, (torch.nn.Dropout, torch.nn.Dropout2d)) or "DropPath" in type(part).__name__:
                     part.eval()
+                if isinstance(getattr(part, "drop_rate", None), float):
+                    part.drop_rate = 0.0
             check_plain(model, [draw_batch(size, 2, 0)])
             return model, size, name
         except Exception as error:
