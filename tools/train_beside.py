@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import multiprocessing
 import random
 import re
@@ -191,6 +192,8 @@ def compare(model: Any, batches: Sequence[Batch], way: Way, checkpoint: Callable
         for each in (model, theirs) if way.is_checkpointed else ():
             checkpoint(each)
         losses, params = train_plain(theirs, batches, way.turns)
+        if not all(map(math.isfinite, losses)) or not all(x.isfinite().all() for x in params.values()):
+            raise UntriedError("does not stay finite")
     except TimeoutError:
         raise
     except Exception as error:
@@ -216,11 +219,16 @@ def compare(model: Any, batches: Sequence[Batch], way: Way, checkpoint: Callable
 
 
 def measure(ours: Trained, theirs: Trained, start: dict[str, Any]) -> tuple[float, float]:
-    """How far losses are apart, of a loss, and parameters, of the largest change of one since the start."""
-    apart = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours[0], theirs[0]))
+    """How far losses are apart, of a loss, and parameters, of the largest change of one since the start; infinity where
+    one of ours is missing, or no number, which is no larger than any."""
+    apart = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours[0], theirs[0], strict=True)]
     change = max((theirs[1][name] - x).abs().max().item() for name, x in start.items())
-    off = ((ours[1][name] - theirs[1][name]).abs().max().item() for name in ours[1].keys() & theirs[1].keys())
-    return apart, max(off) / change
+    off = [
+        (ours[1][name] - x).abs().max().item() / change if name in ours[1] else math.inf
+        for name, x in theirs[1].items()
+    ]
+    first, second = (max(x if math.isfinite(x) else math.inf for x in each) for each in (apart, off))
+    return first, second
 
 
 class Table:

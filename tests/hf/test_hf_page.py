@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate")  # without which transformers has no Trainer
 
@@ -24,6 +25,7 @@ from fzero.hf.release import LEAST, check_version
 sys.path.insert(0, str(ROOT / "tools"))
 
 import hf_arguments
+import train_beside
 
 
 def test_releases_of_transformers_that_do_not_work_are_refused_by_name() -> None:
@@ -57,3 +59,11 @@ def test_each_field_that_is_refused_names_itself_and_its_note(tmp_path: Path) ->
 @pytest.mark.parametrize("table", hf_arguments.TABLES, ids=lambda table: table.name)
 def test_the_tables_are_current(table: Any) -> None:
     assert table.read() == table.render(), "run: make arguments"
+
+
+def test_tables_of_models_take_no_nan_and_no_missing_leaf_for_equal() -> None:
+    start, theirs = {"a": torch.zeros(2), "b": torch.zeros(2)}, ([1.0, 2.0], {"a": torch.ones(2), "b": torch.ones(2)})
+    assert train_beside.measure(theirs, theirs, start) == (0.0, 0.0)
+    broken = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
+    assert train_beside.measure(([1.0, torch.nan], broken), theirs, start) == (torch.inf, torch.inf)
+    assert train_beside.measure(([1.0, 2.0], {"a": torch.ones(2)}), theirs, start) == (0.0, torch.inf)
