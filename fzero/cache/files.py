@@ -18,11 +18,11 @@ from fzero.cache.rules import Undescribed
 
 
 def list_files() -> dict[str, str]:
-    """Module -> file of each imported module that has a file."""
+    """Module -> file of each imported module that has a file. Kernels that inductor has made are no code of a step."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str):
+        if isinstance(file, str) and (not name.startswith("torch._inductor.") or is_installed(file)):
             found[name] = file
     return found
 
