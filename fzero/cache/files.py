@@ -18,11 +18,14 @@ from fzero.cache.rules import Undescribed
 
 
 def list_files() -> dict[str, str]:
-    """Module -> file of each imported module that has a file. Kernels that inductor has made are no code of a step."""
+    """Module -> file of each imported module that has a file, but for kernels that inductor has made: these are no code
+    of a step. They lie in a folder that inductor names when it makes the first one."""
+    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    made = None if kernels is None else os.path.join(os.path.abspath(kernels), "")
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and (not name.startswith("torch._inductor.") or is_installed(file)):
+        if isinstance(file, str) and (made is None or not os.path.abspath(file).startswith(made)):
             found[name] = file
     return found
 

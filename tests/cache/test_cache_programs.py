@@ -118,11 +118,15 @@ def test_state_of_passes_is_read_as_it_was_written(rewrite: Any, before: str, tm
 def test_kernels_that_inductor_makes_while_a_process_runs_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.11 has the files of these among the modules: they are younger than the process."""
-    (tmp_path / "kernel.py").write_text("x = 1\n")
-    kernel = ModuleType("torch._inductor.runtime.compile_tasks.kernel")
-    kernel.__file__ = str(tmp_path / "kernel.py")
-    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    """torch 2.11 has these among the modules, by names of its own, and their files are younger than the process."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    for name in ("torch._inductor.runtime.compile_tasks.c4b3", "c5xj.kernel"):
+        kernel = ModuleType(name)
+        kernel.__file__ = str(folder / f"{name}.py")
+        (folder / f"{name}.py").write_text("")
+        monkeypatch.setitem(sys.modules, name, kernel)
     Process(STEPS["odd"](VirtualMesh(fsdp=2)), tmp_path / "programs").prepare()
     process = Process(STEPS["odd"](VirtualMesh(fsdp=2)), tmp_path / "programs")
     process.prepare()
