@@ -444,7 +444,8 @@ MESH_OF_THE_USER = (
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero",
     "hf.accelerator", "hf.files", "hf.generation", "hf.merging", "hf.padding", "hf.parallelize", "hf.pipelines",
     "hf.prepared", "hf.pretrained", "hf.sharing", "hf.together", "hf.trainer", "hf.trl_trainers", "hf.updates",
-    "hf.wishes", "metrics.meter", "testing.operations", "training.models", "training.programs", "ranks.live", "lightning.strategy",
+    "hf.wishes", "metrics.meter", "testing.operations", "training.models", "training.programs", "ranks.live",
+    "lightning.strategy",
     "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip

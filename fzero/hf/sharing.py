@@ -16,6 +16,7 @@ from fzero.base.mesh import mesh_shape
 from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
+from fzero.hf.rotation import check_rotation
 from fzero.hf.sequence import check_sequence, cut_sequence
 from fzero.hf.styles import Axis, Cut, Style, find_style, send_tokens
 from fzero.hf.tensor_plans import Rule, generalize, list_rules
@@ -25,11 +26,12 @@ from fzero.hf.wishes import Wish
 
 class Sharing(NamedTuple):
     """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts.
-    `sequence` is the axis of ranks that have parts of a sequence, and whether their attention goes by heads."""
+    `sequence` is the axis of ranks that have parts of a sequence, whether their attention goes by heads, and whether
+    their keys are rotated."""
 
     rules: Mapping[str, Rule]
     split: Mapping[str, tuple[Any, ...]]
-    sequence: tuple[Axis, bool] | None = None
+    sequence: tuple[Axis, bool, bool] | None = None
     stages: Axis | None = None  # the axis of ranks that have stages of a pipeline
 
 
@@ -50,7 +52,10 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any, stages: Axis | None = 
     sequence = None
     if wish.sp is not None:
         shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
-        sequence = wish.sp, check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
+        by_heads = check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
+        if wish.rotate:
+            check_rotation(find_model(model))
+        sequence = wish.sp, by_heads, wish.rotate
     if wish.plan is not None and wish.tp is None and wish.ep is None:
         raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
     if wish.tp is None and wish.ep is None and stages is None:
