@@ -177,7 +177,10 @@ def _describe_device() -> str:
 
 
 def _find_version(package: str) -> str:
+    """The installed version, that of torch with what it was built for; "" where there is none."""
     try:
+        if package == "torch":
+            return str(torch.__version__)
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""

@@ -35,10 +35,11 @@ def updating(mesh: DeviceMesh) -> Any:
     return fzero.shard(lambda params: (update(params),), mesh)  # on a disk a path stays itself, or nothing is donated
 
 
-def settings() -> Iterator[dict[str, Any]]:
-    """Where leaves lie, and which of them are whole on every rank: options of `partition`."""
+def settings(mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
+    """Where leaves lie, and which of them are whole on every rank: options of `partition`. On two ranks some are always
+    whole: the others are sharded beside them."""
     for place in (None, fzero.host(), fzero.disk(tempfile.gettempdir())):  # where files have no names
-        for persist in (0, SOME):
+        for persist in (0, SOME) if mesh.size() == 1 else (SOME,):
             yield {"to": place, "persist": persist}
 
 
@@ -75,7 +76,7 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
 def find_changed(mesh: DeviceMesh, take: Callable[[Any], Any]) -> list[str]:
     """The leaves of which a taken value changes, without an error, when a step updates them."""
     changed = []
-    for setting in settings():
+    for setting in settings(mesh):
         params = fzero.partition(GIVEN, mesh, **setting)
         taken = tree.map(take, params)
         before = tree.map(whole, taken)
@@ -129,7 +130,7 @@ RETURNED: dict[str, Callable[..., Any]] = {
 def find_moved(mesh: DeviceMesh, step: Callable[..., Any], donate: bool) -> list[Any]:
     """What is not as in plain torch after a step and, leaf by leaf, an update of all the state that it returned."""
     found: list[Any] = []
-    for setting in settings():
+    for setting in settings(mesh):
         params, x = fzero.partition(GIVEN, mesh, **setting), torch.arange(6.0).view(3, 2)
         constant = CONSTANT.clone()
         expected = tree.leaves(step(GIVEN, x))
@@ -144,7 +145,7 @@ def find_moved(mesh: DeviceMesh, step: Callable[..., Any], donate: bool) -> list
 
 
 def is_donated(x: Any) -> bool:
-    return "donated" in repr(x)
+    return isinstance(x, fzero.Sharded) and "donated" in repr(x)
 
 
 def copies(mesh: DeviceMesh) -> list[int]:

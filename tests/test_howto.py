@@ -1,4 +1,4 @@
-"""How-to pages: docs/howto/ has one page a task, and its code runs, all in one process. That of docs/jax.md too."""
+"""Pages of one program: docs/howto/ has one page a task, and its code runs, all in one process. Two more pages too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [*sorted((DOCS / "howto").glob("*.md")), DOCS / "jax.md"]
+PAGES = [*sorted((DOCS / "howto").glob("*.md")), DOCS / "jax.md", DOCS / "by_example.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(compile(code, str(page), "exec"), {"__name__": page.stem})

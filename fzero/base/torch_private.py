@@ -22,7 +22,6 @@ import torch.fx.experimental.proxy_tensor
 import torch.utils._mode_utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
-import torch.utils.checkpoint
 from einops import _backends
 from torch import Tensor, fx, nn
 
@@ -257,26 +256,6 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-@contextmanager
-def replace_checkpoint(function: Callable[..., Any]) -> Iterator[None]:
-    """Call `function` in the place of `torch.utils.checkpoint.checkpoint` where this thread traces, within a block.
-
-    `checkpoint` calls what an attribute of it holds. Public replacement: a `checkpoint` that torch.func differentiates.
-    """
-    checkpoint: Any = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
-    before = vars(checkpoint).get("__dynamo_disable")
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_tracing = torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None
-        return (function if is_tracing else before or checkpoint)(*args, **kwargs)
-
-    vars(checkpoint)["__dynamo_disable"] = call
-    try:
-        yield
-    finally:
-        vars(checkpoint)["__dynamo_disable"] = before
 
 
 def gradient_of(operation: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any]] | None:

@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 import torch._dispatch.python
+import torch.fx.experimental.proxy_tensor
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
-from fzero.base.torch_private import DispatchMode
+from fzero.base.torch_private import DispatchMode, depth
 
 custom_function_call: Callable[..., Any] = torch._functorch.autograd_function.custom_function_call
 """Call a Function that has `setup_context` under torch.func. Public replacement: `Function.apply`."""
 _is_separate: Callable[..., bool] = torch.autograd.function._is_setup_context_defined
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _blocks, _blocks_lock = list[object](), threading.Lock()  # of `replace_custom_call`, which run now
+_usual: list[Any] = []  # what `checkpoint` was, for each block of `replace_checkpoint` that runs now
 
 
 class _NotYet(list[None]):
@@ -159,6 +161,34 @@ set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd
 
 HigherOrderOperator: Any = torch._ops.HigherOrderOperator
 """The class of torch's operations on functions. Public replacement: the same name in `torch.library`."""
+
+
+@contextmanager
+def replace_checkpoint(function: Callable[..., Any]) -> Iterator[None]:
+    """In a block, `torch.utils.checkpoint.checkpoint` is `function` where a thread traces, or takes a gradient of
+    torch.func.
+
+    `checkpoint` calls what an attribute of it holds. The last block of all threads restores that; all blocks are alike.
+    Public replacement: a `checkpoint` that torch.func differentiates.
+    """
+    checkpoint: Any = torch.utils.checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
+    attributes, key = vars(checkpoint), "__dynamo_disable"
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_tracing = torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None
+        return (function if is_tracing or depth() > 0 else before or checkpoint)(*args, **kwargs)
+
+    with _blocks_lock:
+        before = _usual[0] if _usual else attributes.get(key)
+        _usual.append(before)
+        attributes[key] = call
+    try:
+        yield
+    finally:
+        with _blocks_lock:
+            _usual.pop()
+            if not _usual:
+                attributes[key] = before
 
 
 def policy_of(context: Any) -> Callable[..., Any] | None:

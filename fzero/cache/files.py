@@ -6,6 +6,7 @@ last change: packages are large, and are installed as a whole.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -17,11 +18,11 @@ from fzero.cache.rules import Undescribed
 
 
 def list_files() -> dict[str, str]:
-    """Module -> file of each imported module that has a file."""
+    """Module -> file of each imported module that has a file. Kernels that inductor has made are no code of a step."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str):
+        if isinstance(file, str) and (not name.startswith("torch._inductor.") or is_installed(file)):
             found[name] = file
     return found
 
@@ -40,6 +41,12 @@ def stamp(file: str) -> str:
         raise Undescribed(file, "was changed after this process began")
     if is_installed(file):
         return f"{found.st_size} {found.st_mtime_ns}"
+    return _hash(file, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+@functools.lru_cache(1 << 12)
+def _hash(file: str, *of_its_state: int) -> str:
+    """A hash of a file that has not changed since this process began: of one state, read once."""
     with open(file, "rb") as opened:
         return hashlib.sha256(opened.read()).hexdigest()
 

@@ -14,6 +14,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST, Conditions
 from fzero.base.symbols import Symbols
 from fzero.base.torch_private_traces import without_log_of_failures
+from fzero.base.user_line import current_user_line
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan
 from fzero.general.sizes import Place, Sizes, find_changes, find_size, open_form
@@ -23,7 +24,6 @@ from fzero.program.open import Open, Template, fill_reference, find_difference, 
 from fzero.program.program import Program
 from fzero.tracing.signatures import Signature, is_batch
 from fzero.tracing.trace import OpenForm
-from fzero.tracing.user_line import current_user_line
 from fzero.tracing.watches import Watch
 
 MAX_GENERALS = 3

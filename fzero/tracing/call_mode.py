@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private_functions import HigherOrderOperator
+from fzero.base.user_line import current_user_line, place_of_caller
 from fzero.ranks.performer import MovePerformer
 from fzero.tracing import custom_ops, higher_order
-from fzero.tracing.checks import Checks, place_of_caller
+from fzero.tracing.checks import Checks
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.rewrites import REWRITES
-from fzero.tracing.user_line import current_user_line
 from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
 

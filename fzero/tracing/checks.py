@@ -4,7 +4,6 @@ the check passes, and the check becomes a node of the program, which raises an e
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch.fx import Node
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import assert_later, depth, name_of_backward
+from fzero.base.user_line import current_user_line
 from fzero.program.records import is_random, name_of
 from fzero.tracing.kinds import Kinds
-from fzero.tracing.user_line import current_user_line
 
 _aten = torch.ops.aten
 
@@ -36,9 +35,6 @@ _HINTS = {
     "transformers.masking_utils.flex_attention_mask",  # whether a padding mask leaves out nothing
 }
 """Who asks only to choose a faster way where the truth is True."""
-
-_HELPERS = {"_all_true_or_runtime_assert"}
-"""Functions of torch that ask for others, since torch 2.15."""
 
 _OF_SECOND_ORDER = {
     ("ScatterReduceBackward", "any"),
@@ -112,11 +108,3 @@ def _compare_draw(node: Node) -> bool | None:
     draw, number = node.args
     is_draw = isinstance(draw, Node) and draw.target is _aten.rand.default and draw.meta["val"].dtype.itemsize >= 4
     return compare(0.5, number) if is_draw and isinstance(number, float | int) and not 0 < number < 1 else None
-
-
-def place_of_caller(above: int) -> str:
-    """The module and function of a frame so many above the caller's: `torch.distributions.constraints.check`."""
-    frame: Any = sys._getframe(above + 1)
-    while frame.f_code.co_name in _HELPERS and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
+from fzero.base.user_line import current_user_line
 from fzero.program import ops
-from fzero.tracing.user_line import current_user_line
 from fzero.values.sharded import Sharded
 
 

@@ -20,11 +20,11 @@ from fzero.base import torch_private, torch_private_operators
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import FakeTensor
 from fzero.base.torch_private_functions import requires_grad
+from fzero.base.user_line import current_user_line
 from fzero.program import ops
 from fzero.program.ops.attention import TENSOR, Flex, read
 from fzero.program.records import find_writes, is_random, name_of
 from fzero.tracing.kinds import Kinds
-from fzero.tracing.user_line import current_user_line
 from fzero.values.functions import is_sharded
 from fzero.values.sharded import Sharded
 

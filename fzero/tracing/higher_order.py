@@ -8,9 +8,9 @@ from typing import Any
 
 from fzero.base import torch_private
 from fzero.base.errors import FzeroError
+from fzero.base.user_line import current_user_line
 from fzero.tracing.flex import attend
 from fzero.tracing.kinds import Kinds
-from fzero.tracing.user_line import current_user_line
 from fzero.values.loops import scan
 from fzero.values.sharded import Sharded
 

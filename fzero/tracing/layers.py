@@ -21,6 +21,7 @@ from fzero.base import torch_private
 from fzero.base.ambient import find_ambient
 from fzero.base.torch_private import FakeTensor, no_functions, no_transforms, storage_key, unwrap
 from fzero.base.torch_private_traces import TraceGraph
+from fzero.base.user_line import current_user_line
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, storage
 from fzero.tracing.contents import HeldContents
@@ -29,7 +30,6 @@ from fzero.tracing.layer_values import LayerResults, Operands
 from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, list_buffers, watch_attributes
 from fzero.tracing.loops import find_captures, may_be_loop
 from fzero.tracing.repeats import Repeats, Unknown
-from fzero.tracing.user_line import current_user_line
 from fzero.values.layers import FEWEST, LayerCall
 from fzero.values.regions import Mark, Region, current_mark, get_mark
 

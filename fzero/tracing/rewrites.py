@@ -15,8 +15,8 @@ from torch import Tensor
 from fzero.base.symbols import is_open
 from fzero.base.torch_private import assert_later, depth
 from fzero.base.torch_private_functions import MATMUL_READS_SIZES, requires_grad, unflatten_linear
-from fzero.tracing.checks import place_of_caller
 from fzero.tracing.ctc import ctc_loss
+from fzero.values.checkpoint import keep_requires_grad
 from fzero.values.sharded import Sharded
 
 _aten: Any = torch.ops.aten
@@ -130,15 +130,6 @@ def _lstsq(
     return torch.return_types.linalg_lstsq(made)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
-def _requires_grad_(func: Callable[..., Any], x: Tensor, requires_grad: bool = True) -> Tensor:
-    """`requires_grad_`. Within a gradient of torch.func, which knows what it differentiates, this changes nothing.
-    torch.func itself calls it to begin a gradient."""
-    is_begin = place_of_caller(2).startswith("torch._functorch.")
-    if is_begin or not requires_grad or isinstance(x, Sharded) or depth() == 0:
-        return func(x, requires_grad)
-    return x
-
-
 def _attend(
     func: Callable[..., Any],
     query: Tensor,
@@ -229,7 +220,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "linalg_lstsq": _lstsq,
     "linear": _linear,
-    "requires_grad_": _requires_grad_,
+    "requires_grad_": keep_requires_grad,
     "tensor": _tensor,
     "as_tensor": _tensor,
     "scaled_dot_product_attention": _attend,

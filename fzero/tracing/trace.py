@@ -21,7 +21,8 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.progress import Progress
 from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, replace_checkpoint, schema_of, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, schema_of, unwrap
+from fzero.base.torch_private_functions import replace_checkpoint
 from fzero.base.torch_private_operators import ignore_compile
 from fzero.base.torch_private_traces import (
     TraceGraph,
@@ -44,7 +45,6 @@ from fzero.program.records import find_writes, is_random, name_of
 from fzero.program.signature import Argument, Result
 from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
-from fzero.tracing.checkpoint import checkpoint
 from fzero.tracing.checks import Checks
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
@@ -57,6 +57,7 @@ from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
 from fzero.tracing.trace_mode import TraceMode
 from fzero.tracing.user_errors import NameErrors
+from fzero.values.checkpoint import checkpoint
 from fzero.values.custom_functions import take_custom_functions
 from fzero.values.flags import Noted, collect_flags, join_ranks
 from fzero.values.layers import record_layers

@@ -21,11 +21,11 @@ from fzero.base.torch_private import (
     overload_name,
 )
 from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_python
+from fzero.base.user_line import current_user_line
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
 from fzero.tracing.repeats import Repeats
-from fzero.tracing.user_line import current_user_line
 from fzero.values import regions
 
 _aten = torch.ops.aten

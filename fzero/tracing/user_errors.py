@@ -7,7 +7,7 @@ from typing import Any
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException
-from fzero.tracing.user_line import user_line_of_error
+from fzero.base.user_line import user_line_of_error
 
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _KNOWN = {

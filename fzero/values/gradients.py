@@ -20,6 +20,7 @@ from fzero.base.reachable import find_tensor, walk
 from fzero.base.torch_private import unwrap
 from fzero.program.refusals import refuse_objective
 from fzero.ranks.performer import current_performer
+from fzero.values.checkpoint import take_checkpoints
 from fzero.values.custom_functions import take_custom_functions
 from fzero.values.sharded import Sharded
 
@@ -46,7 +47,8 @@ def value_and_grad(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..
 
         def fn_of_leaves(*given: Any) -> Any:
             nonlocal rebuild
-            result = fn(tree.unflatten(treedef, _replace(leaves, trained, given)), *args, **kwargs)
+            with take_checkpoints():
+                result = fn(tree.unflatten(treedef, _replace(leaves, trained, given)), *args, **kwargs)
             value, aux = take_pair("value_and_grad", result, "(value, aux)") if has_aux else (result, None)
             value = value.full_tensor() if isinstance(value, Sharded) else value
             _check_value(value)

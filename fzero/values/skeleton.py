@@ -204,6 +204,13 @@ class _StandIn(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         given = torch_private.pytree_leaves((args, kwargs))
         this = next(x for x in given if isinstance(x, cls))
+        if torch_private.in_backward():
+            problem = (
+                "is used in a backward pass behind apply, as torch.utils.checkpoint does, which runs a layer again"
+            )
+            raise FzeroError(
+                this.place, problem, "differentiate with fzero.value_and_grad, or switch checkpointing off"
+            )
         problem = f"{this.problem}, and the forward uses it: apply(params, ...) would compute with old values"
         raise FzeroError(this.place, problem, "empty it, or make the module anew, before lower")
 

@@ -255,3 +255,58 @@ def test_to_require_grad_within_a_gradient_changes_nothing() -> None:
     x = rows(MESH)
     grads = fzero.simulate(fzero.grad(loss), MESH)(params, x)
     torch.testing.assert_close(fzero.unpartition(grads)["w"], x.sum(0) / 2)  # a mean over ranks
+
+
+class Embedded(nn.Module):
+    """Layers as models of transformers let them be checkpointed: what goes into the first one gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x.requires_grad_(True)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_a_step_of_checkpointed_layers_runs_on_one_device_as_it_is() -> None:
+    model, tokens = Embedded(), torch.randint(5, (4, 3))
+    params, apply = fzero.lower(model)
+    model(tokens).backward()
+    loss, grads = fzero.value_and_grad(apply)(params, tokens)
+    assert torch.equal(loss, model(tokens))
+    for path, grad in zip(fzero.tree.paths(grads), fzero.tree.leaves(grads)):
+        assert torch.equal(grad, model.get_parameter(path).grad)
+    optimizer = fzero.optim.sgd(0.1)
+    step = training(optimizer, apply)
+    assert fzero.check_equivalence(step, (params, optimizer.init(params)), (tokens,), ranks=2)
+
+
+def test_a_backward_pass_behind_apply_of_checkpointed_layers_is_refused() -> None:
+    params, apply = fzero.lower(Embedded())
+    given = fzero.tree.map(lambda x: x.clone().requires_grad_(), params)
+    with pytest.raises(FzeroError, match=r"^layers\.1\.0\.\w+: is used in a backward pass behind apply"):
+        apply(given, torch.randint(5, (4, 3))).backward()
+
+
+def test_a_checkpoint_beside_a_gradient_of_another_thread_is_of_torch() -> None:
+    """The replacement is for the thread that differentiates, and ends with the last of them."""
+    x, done = torch.ones(2, requires_grad=True), threading.Barrier(2, timeout=30)
+    usual = vars(checkpoint.__wrapped__).get("__dynamo_disable")  # type: ignore[attr-defined]
+
+    def differentiated(w: Tensor) -> Tensor:
+        done.wait()  # while the other thread is within its gradient, too
+        return checkpoint(torch.square, w, use_reentrant=False).sum()
+
+    threads = [threading.Thread(target=fzero.grad(differentiated), args=(torch.ones(2),)) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    assert vars(checkpoint.__wrapped__).get("__dynamo_disable") is usual  # type: ignore[attr-defined]
+    checkpoint(torch.square, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]

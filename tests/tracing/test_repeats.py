@@ -1,4 +1,4 @@
-"""Repeats: what a trace has seen once is recorded at once. The law is `property_tests/tracing/test_repeats.py`."""
+"""Repeats: what a trace has seen once is recorded at once. The law is `property_tests/repeats.py`."""
 
 from __future__ import annotations
 

@@ -1,20 +1,26 @@
-"""`torch.utils.checkpoint.checkpoint` in a step: `fzero.remat`. torch's own saves tensors by hooks, which torch.func
-does not have."""
+"""`torch.utils.checkpoint.checkpoint` in a step, and in a gradient outside of one: `fzero.remat`. torch's own saves
+tensors by hooks, which torch.func does not have. Models that let their layers be checkpointed call `requires_grad_`,
+too, so that what goes into the first of them has a gradient; torch.func refuses that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import depth
-from fzero.base.torch_private_functions import policy_of
-from fzero.tracing.user_line import current_user_line
+from fzero.base.torch_private_functions import policy_of, replace_checkpoint
+from fzero.base.user_line import current_user_line, place_of_caller
+from fzero.ranks.performer import current_performer
 from fzero.values.regions import Policy, remat
+from fzero.values.sharded import Sharded
 
 
 def checkpoint(
@@ -57,3 +63,29 @@ def _find_policy(context_fn: Callable[..., Any], is_reentrant: bool) -> Policy |
         way_out = "give partial(create_selective_checkpoint_contexts, policy), or call fzero.remat(function, policy)"
         raise FzeroError(current_user_line(), problem, way_out)
     return policy
+
+
+def keep_requires_grad(func: Callable[..., Any], x: Tensor, requires_grad: bool = True) -> Tensor:
+    """`requires_grad_`, called by a function mode. Within a gradient of torch.func, which knows what it differentiates,
+    this changes nothing. torch.func itself calls it to begin a gradient."""
+    is_begin = place_of_caller(2).startswith("torch._functorch.")
+    if is_begin or not requires_grad or isinstance(x, Sharded) or depth() == 0:
+        return func(x, requires_grad)
+    return x
+
+
+@contextmanager
+def take_checkpoints() -> Iterator[None]:
+    """A context in which torch.func differentiates models whose layers are checkpointed. A trace does so by itself."""
+    if current_performer() is not None:
+        yield
+        return
+    with replace_checkpoint(checkpoint), _CallMode():
+        yield
+
+
+class _CallMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.requires_grad_:
+            return keep_requires_grad(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

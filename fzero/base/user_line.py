@@ -1,4 +1,4 @@
-"""The user's line: the line of user code that is running, or that an exception comes from.
+"""The user's line: the line of user code that is running, or that an exception comes from; and who calls a function.
 
 User code is every file outside of fzero, torch, optree and the lib folder of the Python installation.
 """
@@ -15,6 +15,8 @@ from types import FrameType, TracebackType
 import optree
 import torch
 
+_HELPERS = {"_all_true_or_runtime_assert"}
+"""Functions of torch that ask for others, since torch 2.15."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     folder + os.sep
@@ -38,6 +40,14 @@ def current_user_line() -> str:
             return _format_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""
+
+
+def place_of_caller(above: int) -> str:
+    """The module and function of a frame so many above the caller's: `torch.distributions.constraints.check`."""
+    frame = sys._getframe(above + 1)
+    while frame.f_code.co_name in _HELPERS and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
 
 
 @cache
