@@ -118,7 +118,8 @@ def cut_sequence(model: Any, axis: Axis, by_heads: bool, rotates: bool = False) 
         if axis_size(axis) == 1:
             return forward(*args, **kwargs)
         given = named.bind(*args, **kwargs).arguments
-        inputs = {**given, **given.pop("kwargs", {})}
+        more = given.pop("kwargs", {})
+        inputs = {**given, **more}
         inputs = {name: x for name, x in inputs.items() if x is not None}
         sequence, inputs = _cut(model, axis, inner, by_heads, rotates, inputs)
         configs = {id(x): x for x in (getattr(module, "config", None) for module in model.modules()) if x is not None}
