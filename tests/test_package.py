@@ -227,6 +227,7 @@ IRREGULAR = frozenset(
 PUBLIC_PARTICIPLES = {
     "base.tree.dotted": "a public name, fzero.tree.dotted: `dotted(key)` is the dotted path of a key",
     "training.meshes.init_distributed": "DeepSpeed's name",
+    "hf.pipelines.save_pretrained": "transformers' name",
     "hf.pretrained.from_pretrained": "transformers' name",
     "optim.wrappers.masked": "optax's name",
     "values.tiles.tiled": "a public name, as TiledMLP's: `tiled(fn, ...)` is `fn` in parts",
@@ -441,9 +442,10 @@ MESH_OF_THE_USER = (
     "base.mesh", "formats.foreign", "formats.hugging_face", "checkpoint.loading", "checkpoint.stopping",
     "data.loader", "data.padding", "data.parts", "deepspeed.engine", "deepspeed.initialize",
     "deepspeed.loading", "deepspeed.programs", "deepspeed.saving", "deepspeed.status", "deepspeed.zero",
-    "hf.accelerator", "hf.files", "hf.generation", "hf.merging", "hf.padding", "hf.parallelize", "hf.prepared",
-    "hf.pretrained", "hf.sharing", "hf.together", "hf.trainer", "hf.trl_trainers", "hf.updates", "hf.wishes",
-    "metrics.meter", "testing.operations", "training.models", "training.programs", "ranks.live", "lightning.strategy",
+    "hf.accelerator", "hf.files", "hf.generation", "hf.merging", "hf.padding", "hf.parallelize", "hf.pipelines",
+    "hf.prepared", "hf.pretrained", "hf.sharing", "hf.together", "hf.trainer", "hf.trl_trainers", "hf.updates",
+    "hf.wishes", "metrics.meter", "testing.operations", "training.models", "training.programs", "ranks.live",
+    "lightning.strategy",
     "state.build.build", "state.init", "state.partition", "state.safetensors.loading",
     "transform",
 )  # fmt: skip

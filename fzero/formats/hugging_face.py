@@ -17,6 +17,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.shapes import global_shape
 from fzero.base.sizes import parse_size
 from fzero.files import load
+from fzero.formats.inner import Inner
 from fzero.formats.rearranged import Rearranged, RearrangedSource
 from fzero.formats.transformers_models import (
     Model,
@@ -52,7 +53,7 @@ from fzero.values.sharded import Sharded
 
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
-Values = dict[str, Sharded | Source]
+Values = dict[str, Sharded | Source | Inner]
 
 
 @check_arguments
@@ -90,7 +91,7 @@ def export_hf(
     """
     given = zip([rename(at) if rename else at for at in tree.paths(params)], tree.leaves(params))
     named = [(name, leaf) for name, leaf in given if name is not None]
-    on = find_common_ranks(named)
+    on = find_common_ranks((name, _holder(leaf)) for name, leaf in named)
 
     def make_plan() -> WritePlan:
         check_paths(name for name, _ in named)
@@ -104,7 +105,8 @@ def plan_export(
 ) -> WritePlan:
     """What the ranks write to export the leaves of a model, given by name, in files of at most `limit` bytes."""
     model = make_model(model_or_config)
-    values = _complete({name: name_value(name, leaf) for name, leaf in leaves.items()}, model)
+    given = {name: leaf if isinstance(leaf, Inner) else name_value(name, leaf) for name, leaf in leaves.items()}
+    values = _complete(given, model)
     dtypes = {name: _cast(value.dtype, dtype) for name, value in values.items()}
     tensors = plan_files(model, dtypes)
     files = split_files(tensors, limit)
@@ -113,7 +115,7 @@ def plan_export(
     if len(files) > 1:
         texts[INDEX] = _render_index(model, headers)
     pieces = list(plan_pieces(values, tensors, headers, on))
-    return WritePlan(headers, pieces, list_origins(leaves.values()), texts)
+    return WritePlan(headers, pieces, list_origins(map(_holder, leaves.values())), texts)
 
 
 @check_arguments
@@ -247,10 +249,21 @@ def plan_pieces(
                         yield _plan_piece(held, mine, part.start, entry.dtype, path)._replace(offset=offset, file=name)
 
 
-def _list_parts(value: Sharded | Source, path: str, copy: Copy, on: Ranks) -> Iterator[tuple[Tensor, range, Copy]]:
+def _holder(leaf: Any) -> Any:
+    """The leaf that has the elements of a value."""
+    return leaf.leaf if isinstance(leaf, Inner) else leaf
+
+
+def _list_parts(
+    value: Sharded | Source | Inner, path: str, copy: Copy, on: Ranks
+) -> Iterator[tuple[Tensor, range, Copy]]:
     """The elements of a leaf that this process writes, 1-d, which they are in the leaf, and the copy of these. Of a
     split leaf, those of each part, and the copies of a part's elements."""
-    if isinstance(value, Sharded) and value.form.layout.splits > 1:
+    if isinstance(value, Inner):
+        for inside in value.copies:
+            for each in compose(inside, copy):
+                yield from _list_parts(value.leaf, path, each, on)
+    elif isinstance(value, Sharded) and value.form.layout.splits > 1:
         for held, part, to_whole in list_parts(value, on):
             yield from ((load(held), part, each) for each in compose(to_whole, copy))
     else:

@@ -16,6 +16,7 @@ from fzero.hf import trl_options  # noqa: E402
 from fzero.hf.accelerator import Accelerator  # noqa: E402
 from fzero.hf.generation import Generator  # noqa: E402
 from fzero.hf.parallelize import parallel  # noqa: E402
+from fzero.hf.pipelines import save_pretrained  # noqa: E402
 from fzero.hf.pretrained import Pretrained, from_pretrained  # noqa: E402
 from fzero.hf.seq2seq import Seq2SeqTrainer  # noqa: E402
 from fzero.hf.trainer import Trainer  # noqa: E402
@@ -39,6 +40,7 @@ __all__ = [  # and TRL's, if installed
     "TrainingArguments",
     "from_pretrained",
     "parallel",
+    "save_pretrained",
 ]
 
 

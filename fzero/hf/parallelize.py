@@ -8,6 +8,7 @@ from torch import nn
 
 from fzero import FzeroError, lower, partition, tree
 from fzero.base.arguments import check_arguments
+from fzero.hf.pipelines import make_stages
 from fzero.hf.sharing import find_sharing, share_forwards
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import TensorPlan
@@ -23,8 +24,11 @@ def parallel(
     tp: Axis | None = "tp",
     ep: Axis | None = None,
     sp: Axis | None = None,
+    pp: Axis | None = None,
+    num_microbatches: int | None = None,
     plan: TensorPlan | None = None,
     capacity: Capacity = "same",
+    rotate: bool = False,
     **how: Any,
 ) -> tuple[tree.Tree, Apply]:
     """`(params, apply)`: `fzero.lower(model)` with parameters that `fzero.partition` has split and cut on a mesh.
@@ -43,6 +47,17 @@ def parallel(
     `capacity` times the mean of the tokens that come; None has room for all. Where more come, the next call of the step
     raises. `fzero.parallel.experts` says what travels.
 
+    The ranks along `pp` have stages of the model: of L equal layers in one list, L / N each, through which the rows of
+    a batch go in `num_microbatches` equal parts, by default as many as ranks (`fzero.parallel.pipeline`). `pp` is a
+    model axis, in front of `tp` and `ep` in the mesh. Leaves of layers are stacked in `params`, [L, ...] at
+    `model.layers.mlp...`, and `fzero.hf.save_pretrained` writes files of them. The embedding and the head are cut by
+    words over the ranks, where these divide them. Layers are computed again in the backward pass.
+
+    With `rotate` keys and values go around the ranks along `sp`, and a rank has those of one other at a time: for rows
+    so long that keys of all places do not fit, and ranks that do not divide the heads
+    (`fzero.parallel.ring_attention`). Ranks have places from the head and the tail of a row, so that a causal mask
+    gives all the same work.
+
     `plan` adds rules to these, or replaces them: names of modules and parameters, in which "*" is a number, and styles
     of transformers, such as `{"lm_head": "replicate"}`. `how` are keywords of `fzero.partition`.
 
@@ -51,14 +66,24 @@ def parallel(
     Raises:
         FzeroError: for a model without a plan; for a rule that names nothing, and a style that is not known; for heads,
             experts, or another dim that the ranks do not divide; for a weight that is tied to one with another rule;
-            with `sp` for a type of model, an attention or noise that was not tried on parts of a sequence, and for
-            ranks along `sp` that also share layers; for `capacity` without `ep`, or where `ep` is an axis of `tp`; as
-            `fzero.lower` and `fzero.partition`. A step raises it for examples that are the same along an axis, and
-            should not be, or the other way round; for inputs, outputs and losses of which ranks cannot have parts.
+            for `rotate` without `sp`, and for an attention that is no softmax of scores by places; with `sp` for a
+            type of model, an attention or noise that was not tried on parts of a sequence, and for
+            ranks along `sp` that also share layers; with `pp` for layers that differ, that the ranks do not divide, or
+            that draw random numbers, and beside `sp` and `capacity`; for `capacity` without `ep`, or where `ep` is an
+            axis of `tp`; as `fzero.lower` and `fzero.partition`. A step raises it for examples that are the same along
+            an axis, and should not be, or the other way round; for inputs, outputs and losses of which ranks cannot
+            have parts.
     """
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")
-    sharing = find_sharing(model, Wish(tp, ep, sp, plan, capacity), mesh)
+    wish = Wish(tp, ep, sp, plan, capacity, rotate)
+    if rotate and sp is None:
+        raise FzeroError("rotate", "is given without sp", 'name the axis, as in sp="sp"')
+    if pp is not None:
+        return make_stages(model, mesh, wish, pp, num_microbatches, how)
+    if num_microbatches is not None:
+        raise FzeroError("num_microbatches", "is given without pp", 'name the axis, as in pp="pp"')
+    sharing = find_sharing(model, wish, mesh)
     with share_forwards(model, sharing):
         params, apply = lower(model)
     return partition(params, mesh, split=sharing.split or None, **how), apply

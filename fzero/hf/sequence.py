@@ -6,6 +6,7 @@ the one that the model has:
 
     heads divide by the ranks    `fzero.parallel.ulysses`: each rank has all places of some heads
     they do not                  each rank has its own queries, and the keys of all places
+    `rotate`                     each rank has its own queries, and keys go around (`fzero.hf.rotation`)
 
 Masks are those that the model makes, by functions of the places of queries and keys, for all places or for a rank's
 queries. Labels are shifted before they are cut, and the loss is a sum over ranks of sums, divided by the labels of all.
@@ -32,6 +33,7 @@ from transformers.utils import ModelOutput
 from fzero import all_gather, axis_index, axis_size, parallel, psum
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import find_caches, find_parts
+from fzero.hf.rotation import find_order, read_sight, rotate
 from fzero.hf.sequence_models import LAYER_TYPES, MODEL_TYPES
 from fzero.hf.styles import Axis, set_attributes, take_block
 
@@ -59,6 +61,7 @@ class Sequence(NamedTuple):
     axis: Axis
     inner: str  # the attention that the model has
     by_heads: bool
+    order: Tensor | None  # [places], in which they are cut, where keys are rotated
     length: int
     mask: Tensor | None  # [rows, places], of padding
     positions: Tensor | None  # [rows, places] of packed documents
@@ -105,7 +108,7 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
     return heads % world == 0 and (keys % world == 0 or world % keys == 0)
 
 
-def cut_sequence(model: Any, axis: Axis, by_heads: bool) -> Callable[..., Any]:
+def cut_sequence(model: Any, axis: Axis, by_heads: bool, rotates: bool = False) -> Callable[..., Any]:
     """The forward of a model on ranks that each compute a part of the places, with the output of all of them."""
     forward, inner = model.forward, model.config.get_text_config()._attn_implementation
     named = inspect.signature(forward)
@@ -115,9 +118,10 @@ def cut_sequence(model: Any, axis: Axis, by_heads: bool) -> Callable[..., Any]:
         if axis_size(axis) == 1:
             return forward(*args, **kwargs)
         given = named.bind(*args, **kwargs).arguments
-        inputs = {**given, **given.pop("kwargs", {})}
+        more = given.pop("kwargs", {})
+        inputs = {**given, **more}
         inputs = {name: x for name, x in inputs.items() if x is not None}
-        sequence, inputs = _cut(model, axis, inner, by_heads, inputs)
+        sequence, inputs = _cut(model, axis, inner, by_heads, rotates, inputs)
         configs = {id(x): x for x in (getattr(module, "config", None) for module in model.modules()) if x is not None}
         with ExitStack() as stack:
             for config in configs.values():
@@ -146,7 +150,9 @@ class _replace_loss:
             self._model._loss_function = self._before
 
 
-def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, Any]) -> tuple[Sequence, dict[str, Any]]:
+def _cut(
+    model: Any, axis: Axis, inner: str, by_heads: bool, rotates: bool, inputs: dict[str, Any]
+) -> tuple[Sequence, dict[str, Any]]:
     """What the forward knows of the whole sequence, and the inputs of this rank."""
     name = type(model).__name__
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -188,15 +194,21 @@ def _cut(model: Any, axis: Axis, inner: str, by_heads: bool, inputs: dict[str, A
     places = torch.arange(length, device=tokens.device).unsqueeze(0) if places is None else places
     own = {key: x for key, x in {**inputs, "position_ids": places}.items() if key in CUT and key != "shift_labels"}
     inputs = {key: x for key, x in inputs.items() if key not in (*CUT, *WHOLE)}
-    inputs |= {key: take_block(x, axis, 1) for key, x in own.items()}
+    order = find_order(length, world, tokens.device) if rotates else None
+    inputs |= {key: _take(x, axis, order) for key, x in own.items()}
     # with a mask the model does not look for documents in a rank's positions
     ones = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
     inputs |= {} if is_packed else {"attention_mask": ones if mask is None else mask}
     packed = places.expand(rows, -1) if is_packed else None
-    labels = None if labels is None else take_block(labels, axis, 1)
+    labels = None if labels is None else _take(labels, axis, order)
     mask = None if mask is None else mask.bool()
-    sequence = Sequence(axis, inner, by_heads, length, mask, packed, labels, items, [])
+    sequence = Sequence(axis, inner, by_heads, order, length, mask, packed, labels, items, [])
     return sequence, {**inputs, "use_cache": False}
+
+
+def _take(x: Tensor, axis: Axis, order: Tensor | None) -> Tensor:
+    """This rank's places of a value of all places, in order or in this one."""
+    return take_block(x if order is None else x.index_select(1, order), axis, 1)
 
 
 def _is_checkpointed(model: Any) -> bool:
@@ -233,7 +245,8 @@ def _join(model: Any, axis: Axis, sequence: Sequence, output: Any) -> Any:
         if x.ndim < 2 or x.shape[1] != own:
             problem = f"has shape {list(x.shape)} on ranks that have {own} places each"
             raise FzeroError(f"{type(model).__name__}: output {name}", problem, "do not ask for it, or leave sp out")
-        return all_gather(x.movedim(1, 0).contiguous(), axis).movedim(0, 1)
+        whole = all_gather(x.movedim(1, 0).contiguous(), axis).movedim(0, 1)
+        return whole if sequence.order is None else whole.index_select(1, sequence.order.argsort())
 
     for name, x in list(output.items()):
         output[name] = join(name, x)
@@ -263,6 +276,8 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mas
         if isinstance(x, Tensor) and name not in ("s_aux", "position_ids"):
             problem = f"has the input {name!r}, of which it is not known how ranks share it"
             raise FzeroError(type(module).__name__, problem, "leave sp out")
+    if sequence.order is not None:
+        return rotate(module, query, key, value, attention_mask, axis, how), None
     if not sequence.by_heads:
         keys, values = (all_gather(x.movedim(2, 0).contiguous(), axis).movedim(0, 2) for x in (key, value))
         return inner(module, query, keys, values, attention_mask, **how)[0], None
@@ -289,6 +304,8 @@ def make_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **how:
         problem = "makes masks by a function of its own, which may read what ranks have parts of"
         raise FzeroError("attention_mask: the model", problem, "leave sp out")
     function, length = how.pop("mask_function", masking_utils.causal_mask_function), sequence.length
+    if sequence.order is not None:
+        return read_sight(function, sequence.order, sequence.axis, sequence.positions, sequence.mask)
     function = _widen(function, sequence.positions)
     rows, how["q_offset"] = length, 0
     if not sequence.by_heads:

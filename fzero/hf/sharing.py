@@ -16,27 +16,31 @@ from fzero.base.mesh import mesh_shape
 from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
+from fzero.hf.rotation import check_rotation
 from fzero.hf.sequence import check_sequence, cut_sequence
 from fzero.hf.styles import Axis, Cut, Style, find_style, send_tokens
 from fzero.hf.tensor_plans import Rule, generalize, list_rules
+from fzero.hf.vocabulary import spread_vocabulary
 from fzero.hf.wishes import Wish
 
 
 class Sharing(NamedTuple):
     """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts.
-    `sequence` is the axis of ranks that have parts of a sequence, and whether their attention goes by heads."""
+    `sequence` is the axis of ranks that have parts of a sequence, whether their attention goes by heads, and whether
+    their keys are rotated."""
 
     rules: Mapping[str, Rule]
     split: Mapping[str, tuple[Any, ...]]
-    sequence: tuple[Axis, bool] | None = None
+    sequence: tuple[Axis, bool, bool] | None = None
+    stages: Axis | None = None  # the axis of ranks that have stages of a pipeline
 
 
 ALONE = Sharing({}, {})
 """Of a model whose layers each rank computes whole."""
 
 
-def find_sharing(model: nn.Module, wish: Wish, mesh: Any) -> Sharing:
-    """How the ranks of a mesh share a model.
+def find_sharing(model: nn.Module, wish: Wish, mesh: Any, stages: Axis | None = None) -> Sharing:
+    """How the ranks of a mesh share a model, whose layers are stages of a pipeline along the axis `stages`.
 
     Raises:
         FzeroError: as `fzero.hf.parallel`.
@@ -48,14 +52,23 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any) -> Sharing:
     sequence = None
     if wish.sp is not None:
         shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
-        sequence = wish.sp, check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
-    if wish.tp is None and wish.ep is None:
+        by_heads = check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
+        if wish.rotate:
+            check_rotation(find_model(model))
+        sequence = wish.sp, by_heads, wish.rotate
+    if wish.plan is not None and wish.tp is None and wish.ep is None:
+        raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
+    if wish.tp is None and wish.ep is None and stages is None:
         return Sharing({}, {}, sequence)
-    rules = _agree_on_ties(model, list_rules(model, wish.plan, wish.tp, wish.ep))
+    rules = list_rules(model, wish.plan, wish.tp, wish.ep) if (wish.tp, wish.ep) != (None, None) else {}
+    if stages is not None:
+        rules = spread_vocabulary(model, rules, stages, sizes)
+    rules = _agree_on_ties(model, rules)
     if wish.sends:
         rules = _send_tokens(rules, wish)
-    check_counts(model, rules, {axis: sizes.size(name) for axis, name in axes.items()})
-    return Sharing(rules, _find_splits(model, rules), sequence)
+    names = {rule.axis: (rule.axis,) if isinstance(rule.axis, str) else rule.axis for rule in rules.values()}
+    check_counts(model, rules, {axis: sizes.size(sizes.join(each)) for axis, each in names.items()})
+    return Sharing(rules, _find_splits(find_cuts(model, rules)), sequence, stages)
 
 
 def _send_tokens(rules: Mapping[str, Rule], wish: Wish) -> dict[str, Rule]:
@@ -112,7 +125,7 @@ def check_whole(output: Any) -> Any:
 def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
     """Within this context, modules run with the effects of their rules: so does a function that is lowered there."""
     rules = sharing.rules
-    if not rules and sharing.sequence is None:
+    if not rules and sharing.sequence is None and sharing.stages is None:
         yield
         return
     replaced: list[tuple[nn.Module, Any]] = []
@@ -129,7 +142,8 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
         if sharing.sequence is not None:
             base = find_model(model)
             replace(base, cut_sequence(base, *sharing.sequence))
-        replace(model, _name_shapes(model, _list_sending(rules)))
+        alike = {} if sharing.stages is None else {sharing.stages: False}
+        replace(model, _name_shapes(model, _list_sending(rules) | alike))
         yield
     finally:
         for module, before in replaced:
@@ -281,13 +295,18 @@ def _make_whole(rules: dict[str, Rule], uses: list[Use]) -> None:
         rules.pop(_join(path, name), None)
 
 
-def _find_splits(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, tuple[Any, ...]]:
-    """The `split` of `fzero.partition`. Layers with the same parts are one rule."""
+def find_cuts(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, tuple[Any, ...] | None]:
+    """For each parameter the axis, dim and number of parts by which ranks have parts of it; None for a whole one."""
     cuts: dict[str, tuple[Any, ...] | None] = {}
     first = {id(leaf): path for path, leaf in model.named_parameters()}
     for key, (leaf, uses) in _list_uses(model).items():
         found = next((cut for use in uses if (cut := _cut(rules, leaf, use)) is not None), None)
         cuts[first[key]] = None if found is None else (found[0], *found[1])
+    return cuts
+
+
+def _find_splits(cuts: Mapping[str, tuple[Any, ...] | None]) -> dict[str, tuple[Any, ...]]:
+    """The `split` of `fzero.partition`. Layers with the same parts are one rule."""
     split: dict[str, tuple[Any, ...]] = {}
     done = set[str]()
     for path, cut in cuts.items():

@@ -15,13 +15,14 @@ Capacity = float | Literal["same"] | None
 
 
 class Wish(NamedTuple):
-    """The arguments `tp`, `ep`, `sp`, `plan` and `capacity` of `fzero.hf.parallel`."""
+    """The arguments `tp`, `ep`, `sp`, `plan`, `capacity` and `rotate` of `fzero.hf.parallel`."""
 
     tp: Axis | None = None
     ep: Axis | None = None
     sp: Axis | None = None
     plan: TensorPlan | None = None
     capacity: Capacity = "same"
+    rotate: bool = False
 
     @property
     def sends(self) -> bool:

@@ -18,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -164,3 +166,39 @@ def test_noise_on_the_input_of_routers_is_refused() -> None:
 def test_the_page_has_each_type() -> None:
     page = (Path(__file__).parents[2] / "docs" / "hf_parallel.md").read_text()
     assert [name for name in MODEL_TYPES if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, {}), (4, {"position_ids": PACKED, "use_cache": False})], ids=["sp 2", "sp 4, packed"]
+)
+def test_rotated_keys_are_those_of_one_device(ranks: int, more: dict[str, Any]) -> None:
+    """Grouped heads and a window, in balanced order. 4 ranks share 2 heads of keys."""
+    config = MistralConfig(**{**SIZES, "num_hidden_layers": 1}, sliding_window=3)
+    torch.manual_seed(0)
+    model, batch, mesh = MistralForCausalLM(config).double(), {**make_batch(), **more}, VirtualMesh(fsdp=1, sp=ranks)
+    params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp", rotate=True)
+    step = fzero.simulate(make_step(apply), mesh, data=("fsdp",))
+    (loss, logits), grads = step(params, batch)
+    expected = model(**batch)
+    expected.loss.backward()
+    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-6, atol=0)  # in float32, as in transformers
+    torch.testing.assert_close(logits, expected.logits.detach())
+    whole = fzero.unpartition(grads)
+    for path, grad in zip(tree.paths(whole), tree.leaves(whole)):
+        torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
+    assert any(entry.op == "ppermute" and entry.axis == "sp" for entry in step.trace(params, batch).comm())
+
+
+def test_attention_that_rotated_keys_do_not_have_is_refused() -> None:
+    mesh, long = VirtualMesh(fsdp=1, sp=2), {"input_ids": torch.ones(2, 6, dtype=torch.int64)}
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (make("llama"), {**make_batch(), "attention_mask": PADDED}, "attention to rotated keys hides no padding"),
+        (make("llama"), long, "has 6 places, for 2 chunks on each of 2 ranks"),
+        (make("gpt-oss"), make_batch(), "self_attn.sinks: are part of its softmax"),
+    ]
+    for model, batch, words in cases:
+        with pytest.raises(FzeroError, match=words):
+            params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp", rotate=True)
+            fzero.simulate(lambda p, run=apply, b=batch: run(p, **b).logits, mesh, data=("fsdp",))(params)
+    with pytest.raises(FzeroError, match="rotate: is given without sp"):
+        fzero.hf.parallel(make("llama"), mesh, tp=None, rotate=True)

@@ -235,6 +235,8 @@ def test_what_no_pipeline_is() -> None:
         step(torch.ones(1, 1, 1))
     with pytest.raises(FzeroError, match="pipeline: 1 microbatches on 1 ranks, 1 rounds, leaves of layers"):
         parallel.pipeline(layers.compute_layer, {"a": torch.ones(2, 1), "b": torch.ones(3, 1)}, torch.ones(1, 1))
+    with pytest.raises(FzeroError, match="pipeline: beside: has 3 tensors for 2 microbatches"):
+        parallel.pipeline(lambda p, h, mask: h, {"a": torch.ones(2, 1)}, torch.ones(2, 1), beside=torch.ones(3))
 
 
 def test_programs_of_the_page_are_those_of_one_device() -> None:
