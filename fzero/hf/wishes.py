@@ -30,8 +30,8 @@ class Wish(NamedTuple):
         return self.ep is not None and self.capacity != "same"
 
     def of_equal_examples(self) -> dict[str, Any]:
-        """The arguments where ranks along all of these axes have the same examples, as in `generate`."""
-        return {name: x for name, x in self._asdict().items() if name != "capacity"}
+        """The arguments of `generate`, where ranks along all of these axes have the same examples, and all places."""
+        return {"tp": self.tp, "ep": self.ep, "sp": self.sp, "plan": self.plan}
 
     @property
     def axes(self) -> tuple[Axis, ...]:
