@@ -279,7 +279,8 @@ def run_in_stages(owner: Any, stages: StagedLayers) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = named.bind(*args, **kwargs).arguments
-        inputs = {**given, **given.pop("kwargs", {})}
+        more = given.pop("kwargs", {})
+        inputs = {**given, **more}
         inputs = {name: x for name, x in inputs.items() if x is not None}
         rows = _check_inputs(owner, inputs)
         if axis_size(stages._depth.axis) == 1:
