@@ -80,11 +80,13 @@ def take_checkpoints() -> Iterator[None]:
     if current_performer() is not None:
         yield
         return
-    with replace_checkpoint(checkpoint), _CallMode():
+    with replace_checkpoint(checkpoint), _KeepRequiresGrad():
         yield
 
 
-class _CallMode(TorchFunctionMode):
+class _KeepRequiresGrad(TorchFunctionMode):
+    """While this mode is active, `requires_grad_` is `keep_requires_grad`."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.requires_grad_:
             return keep_requires_grad(func, *args, **(kwargs or {}))
