@@ -75,6 +75,17 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
+def assert_alike(model: Any, batch: dict[str, Any], loss: Any, logits: Any, grads: Any) -> None:
+    """Loss, logits and gradients in slices are those of a model on one device."""
+    expected = model(**batch)
+    expected.loss.backward()
+    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-6, atol=0)  # in float32, as in transformers
+    torch.testing.assert_close(logits, expected.logits.detach())
+    whole = fzero.unpartition(grads)
+    for path, grad in zip(tree.paths(whole), tree.leaves(whole)):
+        torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
     name, axes, more = CASES[case]
@@ -82,13 +93,7 @@ def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
     params, apply = fzero.hf.parallel(model, mesh, tp="tp" if "tp" in axes else None, sp="sp")
     step = make_step(apply, use_cache=False)
     (loss, logits), grads = fzero.simulate(step, mesh, data=("fsdp",))(params, batch)
-    expected = model(**batch, use_cache=False)
-    expected.loss.backward()
-    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-6, atol=0)  # in float32, as in transformers
-    torch.testing.assert_close(logits, expected.logits.detach())
-    whole = fzero.unpartition(grads)
-    for path, grad in zip(tree.paths(whole), tree.leaves(whole)):
-        torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
+    assert_alike(model, {**batch, "use_cache": False}, loss, logits, grads)
 
 
 def test_packed_documents_are_separated_where_layers_are_computed_again() -> None:
@@ -179,13 +184,7 @@ def test_rotated_keys_are_those_of_one_device(ranks: int, more: dict[str, Any]) 
     params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp", rotate=True)
     step = fzero.simulate(make_step(apply), mesh, data=("fsdp",))
     (loss, logits), grads = step(params, batch)
-    expected = model(**batch)
-    expected.loss.backward()
-    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-6, atol=0)  # in float32, as in transformers
-    torch.testing.assert_close(logits, expected.logits.detach())
-    whole = fzero.unpartition(grads)
-    for path, grad in zip(tree.paths(whole), tree.leaves(whole)):
-        torch.testing.assert_close(grad, model.get_parameter(path).grad, rtol=0, atol=1e-6, msg=path)
+    assert_alike(model, batch, loss, logits, grads)
     assert any(entry.op == "ppermute" and entry.axis == "sp" for entry in step.trace(params, batch).comm())
 
 
