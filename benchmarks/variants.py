@@ -2,6 +2,7 @@
 
 python benchmarks/variants.py --json benchmarks/results/variants.json
 python benchmarks/variants.py --table benchmarks/results/variants.json    # the rows of docs/variants.md
+python benchmarks/variants.py --read benchmarks/results/variants.json --plot docs/variants.png    # curves; matplotlib
 
 All runs of a seed have the same batches and optimizer, and the same initial weights but for the control. The control is
 exact, and begins with weights that are off by a hundredth, which is about what int8 rounding takes: its gap says how
@@ -17,6 +18,7 @@ import importlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +32,7 @@ from torch.nn.functional import cross_entropy
 import fzero
 from fzero import passes
 from fzero.passes.run import Pass
+from fzero.variants.ademamix import ademamix
 from fzero.variants.bf16_scatter import bf16_scatter
 from fzero.variants.diloco import diloco
 from fzero.variants.fp8_gather import fp8_gather
@@ -42,6 +45,7 @@ from fzero.variants.mics import mics
 from fzero.variants.power_sgd import power_sgd
 from fzero.variants.qgz import qgz
 from fzero.variants.sign_scatter import sign_scatter
+from fzero.variants.streaming_diloco import plan_step, streaming_diloco
 from fzero.variants.topk_scatter import topk_scatter
 from fzero.variants.zeropp import zeropp
 
@@ -58,7 +62,8 @@ NOISE = 1e-2  # of each initial weight of the control
 
 class Variant(NamedTuple):
     """A pass, the pass that it stands in front of, and how many ranks there are along "replica". Each step whose number
-    `every` divides has the pass `meets` in its place. With `nodes` above 1 state lies along "node" and "local"."""
+    `every` divides has the pass `meets` in its place. With `nodes` above 1 state lies along "node" and "local". `plan`
+    gives the options of the pass for the step of a number, which repeat after `every` steps."""
 
     rewrite: Pass | None = None
     before: str = "prefetch"
@@ -66,6 +71,11 @@ class Variant(NamedTuple):
     every: int = 1
     meets: Pass | None = None
     nodes: int = 1
+    plan: Callable[[int], dict[str, Any]] | None = None
+
+
+def stream(number: int) -> dict[str, Any]:
+    return plan_step(number, every=20, fragments=2, delay=5)
 
 
 VARIANTS = {
@@ -92,6 +102,8 @@ VARIANTS = {
         20,
         partial(diloco, syncs=True, rate=1, momentum=0),
     ),
+    "streaming_diloco, every 20 steps": Variant(streaming_diloco, "bucket", 2, 20, plan=stream),
+    "ademamix": Variant(ademamix, "bucket"),
 }
 
 
@@ -141,17 +153,36 @@ def train(
         given = defaults if rewrite is None else passes.insert(defaults, rewrite, before=variant.before)
         return fzero.simulate(train_step, mesh, passes=given)
 
-    exact, step = simulate(None), simulate(variant.rewrite)
+    steps_by_plan = dict[str, Any]()
+
+    def step_of(number: int) -> Any:
+        if variant.rewrite is None or variant.plan is None:
+            return step if (number + 1) % variant.every else meets
+        plan = variant.plan(number)
+        if str(plan) not in steps_by_plan:
+            steps_by_plan[str(plan)] = simulate(partial(variant.rewrite, **plan))
+        return steps_by_plan[str(plan)]
+
+    exact = simulate(None)
+    step = simulate(variant.rewrite) if variant.plan is None else step_of(0)
     meets = step if variant.meets is None else simulate(variant.meets)
     params = fzero.partition(params, mesh)
     opt_state, cut, losses = optimizer.init(params), corpus.Cut(WINDOWS, CONFIG.seq), []
     first = corpus.train_batch(text.train, cut, seed=seed, step=0)
     state = step.init_pass_state(params, opt_state, first)
-    usual, apart, together = (count(each.trace(params, opt_state, first)) for each in (exact, step, meets))
-    moved = {key: apart[key] + (together[key] - apart[key]) / variant.every for key in usual | apart | together}
+    usual = count(exact.trace(params, opt_state, first))
+    turns = range(variant.every, 2 * variant.every) if variant.plan or variant.meets else range(1)
+    counts = dict[Any, Counter[str]]()  # a step of a simulation -> the bytes of its program
+    total = Counter[str]()
+    for number in turns:
+        turn = step_of(number)
+        if turn not in counts:
+            counts[turn] = count(turn.trace(params, opt_state, first))
+        total.update(counts[turn])
+    moved = {key: total[key] / len(turns) for key in usual | total}
     for index in range(steps):
         batch = corpus.train_batch(text.train, cut, seed=seed, step=index)
-        result = (step if (index + 1) % variant.every else meets)(params, opt_state, batch, pass_state=state)
+        result = step_of(index)(params, opt_state, batch, pass_state=state)
         (params, opt_state, loss), state = result if state else (result, state)
         losses.append(loss.item())
     whole, heldout = (
@@ -192,6 +223,32 @@ def write_table(results: dict[str, Any]) -> None:
         print("|", " | ".join([f"`{name}`", lines, *moved, *(f"{100 * gap:+.2f} %" for gap in gaps)]), "|")
 
 
+def draw(path: Path, results: dict[str, Any]) -> None:
+    """Draws the loss of each step, the mean over seeds and over the steps around it, beside the exact run's."""
+    from matplotlib.figure import Figure  # here: no other part needs it
+
+    runs = list(results["runs"].values())
+    names = [name for name in VARIANTS if all(name in run for run in runs)]
+    curves = {name: smooth([fmean(each) for each in zip(*(run[name]["losses"] for run in runs))]) for name in names}
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    losses, gaps = figure.subplots(2, 1, sharex=True)
+    for number, (name, curve) in enumerate(curves.items()):
+        style = {"color": "black", "linewidth": 2} if name == "exact" else {"color": f"C{number % 10}"}
+        style["linestyle"] = "-" if number <= 10 else "--"
+        losses.plot(curve, label=name, **style)
+        gaps.plot([100 * (a / b - 1) for a, b in zip(curve, curves["exact"])], **style)
+    losses.set(ylabel="loss", yscale="log", title=f"{results['ranks']} virtual ranks, stage {results['stage']}")
+    gaps.set(ylabel="gap to exact, %", xlabel="step", yscale="symlog")
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def smooth(losses: list[float], width: int = 2 * LAST) -> list[float]:
+    """The mean of the steps around each, at most `width` / 2 on either side."""
+    half = min(width // 2, len(losses) // 10)
+    return [fmean(losses[max(0, at - half) : at + half + 1]) for at in range(len(losses))]
+
+
 def main() -> None:
     """Prints a line for each seed and variant."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -205,14 +262,20 @@ def main() -> None:
     parser.add_argument(
         "--table", type=Path, help="print the rows of docs/variants.md from such a file, and train nothing"
     )
+    parser.add_argument("--read", type=Path, help="such a file, for --plot; trains nothing")
+    parser.add_argument("--plot", type=Path, help="a file for a picture of the losses; needs matplotlib")
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     if flags.table:
         return write_table(json.loads(flags.table.read_text()))
+    if flags.read or flags.plot:
+        if not (flags.read and flags.plot):
+            parser.error("give --read and --plot together")
+        return draw(flags.plot, json.loads(flags.read.read_text()))
     text, runs = corpus.stdlib(), dict[str, dict[str, Any]]()
     print(f"{'seed':<6}{'':<44}{'loss':>10}{'gap':>10}{'held out':>10}{'gap':>10}   KiB a step")
-    options = {key: value for key, value in vars(flags).items() if key not in ("json", "table")}
+    options = {key: value for key, value in vars(flags).items() if key not in ("json", "table", "read", "plot")}
     known = options | machine()  # before a file is written that makes the checkout another one than the commit
     for seed in flags.seeds:
         exact: Outcome | None = None
