@@ -63,7 +63,7 @@ NOISE = 1e-2  # of each initial weight of the control
 class Variant(NamedTuple):
     """A pass, the pass that it stands in front of, and how many ranks there are along "replica". Each step whose number
     `every` divides has the pass `meets` in its place. With `nodes` above 1 state lies along "node" and "local". `plan`
-    gives the options of the pass for the step of a number, which repeat after `every` steps."""
+    gives the pass of the step of a number: passes repeat after `every` steps."""
 
     rewrite: Pass | None = None
     before: str = "prefetch"
@@ -71,11 +71,11 @@ class Variant(NamedTuple):
     every: int = 1
     meets: Pass | None = None
     nodes: int = 1
-    plan: Callable[[int], dict[str, Any]] | None = None
+    plan: Callable[[int], Pass] | None = None
 
 
-def stream(number: int) -> dict[str, Any]:
-    return plan_step(number, every=20, fragments=2, delay=5)
+def stream(number: int) -> Pass:
+    return partial(streaming_diloco, **plan_step(number, every=20, fragments=2, delay=5))
 
 
 VARIANTS = {
@@ -102,7 +102,7 @@ VARIANTS = {
         20,
         partial(diloco, syncs=True, rate=1, momentum=0),
     ),
-    "streaming_diloco, every 20 steps": Variant(streaming_diloco, "bucket", 2, 20, plan=stream),
+    "streaming_diloco, every 20 steps": Variant(stream(0), "bucket", 2, 20, plan=stream),
     "ademamix": Variant(ademamix, "bucket"),
 }
 
@@ -156,12 +156,12 @@ def train(
     steps_by_plan = dict[str, Any]()
 
     def step_of(number: int) -> Any:
-        if variant.rewrite is None or variant.plan is None:
+        if variant.plan is None:
             return step if (number + 1) % variant.every else meets
-        plan = variant.plan(number)
-        if str(plan) not in steps_by_plan:
-            steps_by_plan[str(plan)] = simulate(partial(variant.rewrite, **plan))
-        return steps_by_plan[str(plan)]
+        rewrite = variant.plan(number)
+        if str(rewrite) not in steps_by_plan:
+            steps_by_plan[str(rewrite)] = simulate(rewrite)
+        return steps_by_plan[str(rewrite)]
 
     exact = simulate(None)
     step = simulate(variant.rewrite) if variant.plan is None else step_of(0)
@@ -233,7 +233,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     figure = Figure(figsize=(11, 9), layout="constrained")
     losses, gaps = figure.subplots(2, 1, sharex=True)
     for number, (name, curve) in enumerate(curves.items()):
-        style = {"color": "black", "linewidth": 2} if name == "exact" else {"color": f"C{number % 10}"}
+        style: dict[str, Any] = {"color": "black", "linewidth": 2} if name == "exact" else {"color": f"C{number % 10}"}
         style["linestyle"] = "-" if number <= 10 else "--"
         losses.plot(curve, label=name, **style)
         gaps.plot([100 * (a / b - 1) for a, b in zip(curve, curves["exact"])], **style)

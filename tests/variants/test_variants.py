@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fzero
 from fzero import FzeroError, Program, ops, passes, tree
 from fzero.program.operation import Node
+from fzero.variants.ademamix import ademamix
 from fzero.variants.diloco import diloco
 from fzero.variants.int8_gather import int8_all_gather, int8_gather
 from fzero.variants.int8_scatter import int8_scatter
 from fzero.variants.power_sgd import power_sgd
+from fzero.variants.streaming_diloco import streaming_diloco
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -71,12 +73,15 @@ def workers_of(mesh: DeviceMesh) -> tuple[Any, Any]:
     virtual = on_virtual(None, 3, 1)._replace(mesh=fzero.VirtualMesh(**shape))
     for run in (on_real(None, 3, real), virtual) if mesh.get_rank() == 0 else (on_real(None, 3, real),):
         transform = fzero.shard if run.mesh is real else fzero.simulate
-        for rewrite in (functools.partial(diloco, syncs=True), functools.partial(power_sgd, rank=2)):
+        streamed = functools.partial(streaming_diloco, sends=[0], takes=[0], fragments=1)
+        for rewrite in (
+            functools.partial(diloco, syncs=True), functools.partial(power_sgd, rank=2), streamed, ademamix,
+        ):  # fmt: skip
             chosen = passes.insert(passes.defaults(stage=3), rewrite, before="bucket")
             run = run._replace(step=transform(train_step, run.mesh, passes=chosen))
             held, losses = run.train(run.begin())
             each.append(([fzero.unpartition(part) for part in held], losses))
-    return each[:2], each[2:]
+    return each[:4], each[4:]
 
 
 @pytest.fixture(scope="module")
