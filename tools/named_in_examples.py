@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from api import RESULTS, ROOT, find, list_modules, list_names, list_variants
 
 WHOLE = (
-    "accelerate budget by_example checkpoints_of_others data fsdp2 offload operations parallel passes quantized testing"
+    "accelerate budget by_example checkpoints_of_others data fsdp2 offload operations ops_by_example parallel passes quantized testing"
     " variants howto/accumulate howto/check howto/files howto/freeze howto/launch howto/layers"
     " howto/memory howto/offload howto/resume jax"
 )
