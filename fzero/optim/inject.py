@@ -79,6 +79,8 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
             expected, names = sorted({**schedules, **first}), sorted(state.hyperparams)
             if names != expected:
                 way_out = "give the state that this optimizer's init or update returned"
+                if new := sorted(set(names) - set(expected)):
+                    way_out += f"; a number is no state: give {new[0]} as a 0-d tensor to change it between steps"
                 raise FzeroError("inject_hyperparams", f"the state has {names}, the optimizer {expected}", way_out)
             hyperparams = evaluate(state.count, state.hyperparams)
             updates, inner_state = build(hyperparams).update(updates, state.inner_state, params)
