@@ -1,4 +1,4 @@
-"""Pages of one program: docs/howto/ has one page a task, and its code runs, all in one process. And pages beside them."""
+"""Pages of one program: docs/howto/ has one page a task, and its code runs, all in one process. And other such pages."""
 
 from __future__ import annotations
 
