@@ -1,4 +1,4 @@
-"""Pages of one program: docs/howto/ has one page a task, and its code runs, all in one process. And other such pages."""
+"""Pages of one program: docs/howto/ has a page for each task, others have examples. Their code runs in one process."""
 
 from __future__ import annotations
 
