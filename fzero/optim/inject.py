@@ -51,7 +51,10 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
 
     @functools.wraps(inner_factory)
     def make(*args: Any, **kwargs: Any) -> GradientTransformation:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return inner_factory(*args, **kwargs)  # Python's error, which names the factory
         given = {name: value for name, value in bound.arguments.items() if name not in static}
         schedules = {name: value for name, value in given.items() if callable(value)}
         for name, schedule in schedules.items():

@@ -100,6 +100,18 @@ def test_the_factories_are_those_of_the_package() -> None:
         make(factory)
 
 
+def test_a_factory_without_an_argument_that_it_needs_is_named() -> None:
+    needy = [
+        factory
+        for factory, function in FACTORIES.items()
+        if any(x.default is Parameter.empty for x in parameters_of(function).values())
+    ]
+    assert len(needy) >= 20
+    for factory in needy:
+        with pytest.raises(TypeError, match=rf"^{factory.rpartition('.')[2]}\(\) missing .* required positional"):
+            FACTORIES[factory]()
+
+
 @pytest.mark.parametrize("value", ["0.1", None, math.nan, -math.inf, torch.tensor([0.1, 0.2]), [0.1], 1j], ids=repr)
 def test_what_is_no_number_is_named(value: Any, subtests: pytest.Subtests) -> None:
     for factory, name in NUMBERS:
