@@ -42,6 +42,10 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
         FzeroError: for `static_args` that `inner_factory` does not take; for a function that is no schedule and not
             named in `static_args`; in `update`, for a state with other hyperparameters.
     """
+    if not callable(inner_factory):
+        problem = f"inner_factory is a {type(inner_factory).__name__}"
+        way_out = "give the function that makes the optimizer, such as optim.adamw"
+        raise FzeroError("inject_hyperparams", problem, way_out)
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     for name in sorted(static - set(signature.parameters)):
