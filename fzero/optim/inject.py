@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.tree import Tree
-from fzero.optim.base import GradientTransformation, State, init_count, stage
+from fzero.optim.base import GradientTransformation, State, check_function, init_count, stage
 
 Factory = Callable[..., GradientTransformation]
 
@@ -39,13 +39,11 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
     Hyperparameters that a step computes are not checked: a schedule of `b1` may leave [0, 1).
 
     Raises:
-        FzeroError: for `static_args` that `inner_factory` does not take; for a function that is no schedule and not
-            named in `static_args`; in `update`, for a state with other hyperparameters.
+        FzeroError: for an `inner_factory` that is no function; for `static_args` that it does not take; for a function
+            that is no schedule and not named in `static_args`; in `update`, for a state with other hyperparameters.
     """
-    if not callable(inner_factory):
-        problem = f"inner_factory is a {type(inner_factory).__name__}"
-        way_out = "give the function that makes the optimizer, such as optim.adamw"
-        raise FzeroError("inject_hyperparams", problem, way_out)
+    way_out = "give the function that makes the optimizer, such as optim.adamw"
+    check_function("inject_hyperparams", "inner_factory", inner_factory, way_out)
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     for name in sorted(static - set(signature.parameters)):
