@@ -8,6 +8,7 @@ EXAMPLES ?= 1000
 MINUTES ?= 2
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count())')
 BIN := .venv/bin
+SITE := build/docs
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
@@ -44,10 +45,17 @@ wheel: $(READY)
 release: $(READY)
 	$(BIN)/python tools/release.py $(ARGS)
 
-# The documentation as a site in build/site, with pages of all public names. A link that leads nowhere is an error.
-site: $(READY)
-	$(BIN)/pip install -q -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+# The documentation as a site in build/site, with pages of all public names. A link that leads nowhere is an error. The
+# tools have an environment of their own, without torch: pages read fzero's source, and other targets use .venv meanwhile.
+# mkdocs counts no warning that --quiet hides, and --strict would pass.
+site: $(SITE)/ready
+	PATH=$(CURDIR)/$(SITE)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
+
+$(SITE)/ready: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(PYTHON) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["docs"], sep="\n")' > $(SITE)/requirements.txt
+	$(SITE)/bin/pip install -q -r $(SITE)/requirements.txt
+	touch $@
 
 # The tests of TRL's trainers, which other runs skip: TRL brings 270 MB, and they take five minutes.
 trl: $(READY)

@@ -1,4 +1,4 @@
-"""Pages of one program: docs/howto/ has one page a task, and its code runs, all in one process. Two more pages too."""
+"""Pages of one program: docs/howto/ has a page for each task, others have examples. Their code runs in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [*sorted((DOCS / "howto").glob("*.md")), DOCS / "jax.md", DOCS / "by_example.md"]
+PAGES = [*sorted((DOCS / "howto").glob("*.md")), DOCS / "jax.md", *sorted(DOCS.glob("*by_example.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

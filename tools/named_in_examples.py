@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from api import RESULTS, ROOT, find, list_modules, list_names, list_variants
 
 WHOLE = (
-    "accelerate budget by_example checkpoints_of_others data fsdp2 offload operations parallel passes quantized testing"
-    " variants howto/accumulate howto/check howto/files howto/freeze howto/launch howto/layers"
-    " howto/memory howto/offload howto/resume jax"
+    "accelerate budget by_example checkpoints_of_others data deepspeed_by_example fsdp2 offload operations"
+    " ops_by_example parallel passes quantized runs_by_example testing variants howto/accumulate howto/check"
+    " howto/files howto/freeze howto/launch howto/layers howto/memory howto/offload howto/resume jax"
 )
 PAGES: dict[str, int | None] = dict.fromkeys(WHOLE.split()) | {"axes": 1, "metrics": 1}
 """Pages whose Python code the tests run: all blocks, or so many of the first."""

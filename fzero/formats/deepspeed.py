@@ -87,7 +87,7 @@ def _open(folder: Path) -> dict[str, Source]:
     models = [_load(folder / name) for name in _list_model_files(stage, len(parts))]
     shapes = _get(models[0], "param_shapes", folder)
     join = _join_each if stage == 3 else _join_groups
-    found = dict(_iter_beside(models, folder))
+    found = dict(_iter_beside(models, shapes, stage, folder))
     for name, source in join(shapes, paddings, [part.weights for part in parts], folder, "weights"):
         found[f"model.{name}"] = source
     for moment in parts[0].moments:
@@ -246,10 +246,15 @@ def _cut(tensors: Sequence[Tensor], span: range) -> Iterator[Tensor]:
             yield tensor[common.start - place.start : common.stop - place.start]
 
 
-def _iter_beside(models: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[str, Source]]:
+def _iter_beside(
+    models: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]], stage: int, folder: Path
+) -> Iterator[tuple[str, Source]]:
     """What the files of the model have that no optimizer updates: buffers, and frozen parameters."""
-    module = _get(models[0], "module", folder)
-    for name in _get(models[0], "buffer_names", folder):
+    module, buffers = _get(models[0], "module", folder), set(_get(models[0], "buffer_names", folder))
+    if stage == 1 and not models[0].get("frozen_param_shapes"):  # which DeepSpeed lists from stage 2 on
+        updated = {*models[0].get("shared_params", {}), *(name for group in shapes for name in group)}
+        buffers |= {name for name, value in module.items() if isinstance(value, Tensor) and name not in updated}
+    for name in sorted(buffers):
         if name in module:
             yield f"model.{name}", TensorSource(module[name])
     # stages 1 and 2 have one file of the model, with whole fragments

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.layout.layout import Wire
 
 FILLS: ContextVar[bool] = ContextVar("FILLS", default=False)
@@ -70,8 +71,16 @@ def join_leaf(buffer: Tensor, wire: Wire, position: int, shape: Sequence[int]) -
 
 
 def blocks_of(fulls: Sequence[Tensor], wire: Wire) -> Tensor:
-    """[N * S] every rank's block of these leaves, which are given in full. A view for a bucket of one unpadded leaf."""
+    """[N * S] every rank's block of these leaves, which are given in full. A view for a bucket of one unpadded leaf.
+
+    Raises:
+        FzeroError: for other leaves than those of the wire, by their numbers of elements.
+    """
     flats = [full.reshape(-1) for full in fulls]
+    expected, given = [wire.layout.leaves[leaf].numel for leaf in wire.leaves], [flat.numel() for flat in flats]
+    if given != expected:
+        way_out = "give the whole leaves that the wire names, in its order"
+        raise FzeroError(wire.layout.bucket, f"packs leaves of {given} elements for {expected}", way_out)
     if wire.is_complete:
         alone = len(flats) == 1 and flats[0].numel() == wire.numel
         return flats[0] if alone else _concatenate(flats, wire.layout.leaf_ranges, wire.numel)

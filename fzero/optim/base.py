@@ -171,8 +171,9 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     """A stage that runs `transforms` one after the other. Its state is the tuple of their states.
 
     Raises:
-        FzeroError: in `update`, for a state that is not a tuple of the length of `transforms`.
+        FzeroError: for what is no stage; in `update`, for a state that is not a tuple of the length of `transforms`.
     """
+    check_stages("chain", *transforms)
 
     def init(params: Tree) -> State:
         return tuple(transform.init(params) for transform in transforms)
@@ -320,6 +321,7 @@ def cast_state(
     Raises:
         FzeroError: for a dtype that is not floating.
     """
+    check_stages("cast_state", optimizer)
     if not getattr(dtype, "is_floating_point", False):
         raise FzeroError("cast_state", f"dtype is {dtype}", "give a floating one, such as torch.bfloat16")
 
@@ -377,6 +379,15 @@ def check_choice(where: str, name: str, value: Any, choices: Iterable[str]) -> N
     """Refuse what is none of these strings."""
     if not isinstance(value, str) or value not in choices:
         raise FzeroError(where, f"{name} is {value!r}", f"give one of {list(choices)}")
+
+
+def check_stages(where: str, *given: Any) -> None:
+    """Refuse what has no `init` and `update`, such as a factory that was not called."""
+    for each in given:
+        if not (hasattr(each, "init") and hasattr(each, "update")):
+            name = getattr(each, "__name__", repr(each))
+            way_out = f"call it, as {name}(0.1)" if callable(each) else "give one of fzero.optim, such as sgd(0.1)"
+            raise FzeroError(where, f"{name:.80} is no optimizer and no stage", way_out)
 
 
 def check_function(where: str, name: str, value: Any, way_out: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.tree import Tree
-from fzero.optim.base import GradientTransformation, State, init_count, stage
+from fzero.optim.base import GradientTransformation, State, check_function, init_count, stage
 
 Factory = Callable[..., GradientTransformation]
 
@@ -39,9 +39,11 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
     Hyperparameters that a step computes are not checked: a schedule of `b1` may leave [0, 1).
 
     Raises:
-        FzeroError: for `static_args` that `inner_factory` does not take; for a function that is no schedule and not
-            named in `static_args`; in `update`, for a state with other hyperparameters.
+        FzeroError: for an `inner_factory` that is no function; for `static_args` that it does not take; for a function
+            that is no schedule and not named in `static_args`; in `update`, for a state with other hyperparameters.
     """
+    way_out = "give the function that makes the optimizer, such as optim.adamw"
+    check_function("inject_hyperparams", "inner_factory", inner_factory, way_out)
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     for name in sorted(static - set(signature.parameters)):
@@ -51,7 +53,10 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
 
     @functools.wraps(inner_factory)
     def make(*args: Any, **kwargs: Any) -> GradientTransformation:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return inner_factory(*args, **kwargs)  # Python's error, which names the factory
         given = {name: value for name, value in bound.arguments.items() if name not in static}
         schedules = {name: value for name, value in given.items() if callable(value)}
         for name, schedule in schedules.items():
@@ -79,6 +84,8 @@ def inject_hyperparams(inner_factory: Factory, static_args: str | Iterable[str] 
             expected, names = sorted({**schedules, **first}), sorted(state.hyperparams)
             if names != expected:
                 way_out = "give the state that this optimizer's init or update returned"
+                if new := sorted(set(names) - set(expected)):
+                    way_out += f"; a number is no state: give {new[0]} as a 0-d tensor to change it between steps"
                 raise FzeroError("inject_hyperparams", f"the state has {names}, the optimizer {expected}", way_out)
             hyperparams = evaluate(state.count, state.hyperparams)
             updates, inner_state = build(hyperparams).update(updates, state.inner_state, params)

@@ -19,6 +19,7 @@ from fzero.optim.base import (
     cast,
     check_not_negative,
     check_number,
+    check_stages,
     flatten_alike,
     init_count,
     init_number,
@@ -56,6 +57,7 @@ def schedule_free(
     Raises:
         FzeroError: for a `b1` outside (0, 1), a negative power or rate; in `update`, as `add_decayed_weights`.
     """
+    check_stages("schedule_free", base_optimizer)
     check_number("schedule_free", b1=b1)
     if not (is_number(b1) and 0 < b1 < 1):
         raise FzeroError("schedule_free", f"b1 is {b1!r}", "give one in (0, 1)")

@@ -46,7 +46,11 @@ def check_arguments(factory: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return factory(*args, **kwargs)  # Python's error, which names the schedule
+        for name, value in bound.arguments.items():
             if value is None and type(None) in kinds[name]:
                 continue
             if int in kinds[name]:

@@ -22,6 +22,7 @@ from fzero.optim.base import (
     check_function,
     check_not_negative,
     check_number,
+    check_stages,
     init_count,
     stage,
     stateless,
@@ -46,7 +47,12 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """`inner` for the leaves that `mask(path, leaf)` chooses. The updates of other leaves pass as they are.
 
     The mask looks at the parameters; where `update` gets none, at the updates. State is kept for chosen leaves only.
+
+    Raises:
+        FzeroError: for an `inner` that is no optimizer and no stage, and for a mask that is no function.
     """
+    check_stages("masked", inner)
+    check_function("masked", "mask", mask, "give a function of a leaf's path and the leaf")
 
     def init(params: Tree) -> MaskedState:
         return MaskedState(inner.init(tree.split(params, of_whole(mask))[0]))
@@ -78,6 +84,7 @@ def multi_transform(transforms: Mapping[Any, GradientTransformation], labels: La
     """
     if not transforms:
         raise FzeroError("multi_transform", "has no transform", "give one for each label")
+    check_stages("multi_transform", *transforms.values())
     check_function("multi_transform", "labels", labels, "give a function of a leaf's path and the leaf")
 
     def group(params: Tree) -> dict[Any, set[str]]:
@@ -135,6 +142,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
     Raises:
         FzeroError: for a negative `max_consecutive_errors`.
     """
+    check_stages("apply_if_finite", inner)
     check_number("apply_if_finite", max_consecutive_errors=max_consecutive_errors)
     check_not_negative("apply_if_finite", "max_consecutive_errors", max_consecutive_errors)
 

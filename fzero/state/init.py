@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,9 +44,16 @@ def init(shapes: tree.Tree, mesh: Any, rule: Rule, *, seed: int = 0, **how: Any)
         params = fzero.init(params, mesh, lambda path, leaf: kaiming_uniform() if leaf.ndim > 1 else zeros())
 
     Raises:
-        FzeroError: for a rule that returns no initializer, or an initializer that does not fit a leaf; as
-            `fzero.partition` does.
+        FzeroError: for a rule that does not take `(path, leaf)` or returns no initializer; for an initializer that
+            does not fit a leaf; as `fzero.partition` does.
     """
+    try:
+        inspect.signature(rule).bind("path", None)
+    except TypeError:
+        way_out = "give a function of a leaf's path and the leaf: lambda path, leaf: fzero.initializers.normal(0.02)"
+        raise FzeroError("init: rule", f"{rule!r:.80} does not take (path, leaf)", way_out) from None
+    except ValueError:
+        pass  # a function of C tells nothing
     return partition(
         tree.map_with_path(lambda path, leaf: Initial(path, leaf, rule(path, leaf), seed), shapes), mesh, **how
     )

@@ -260,7 +260,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dcp.save(state, checkpoint_id=tmp_path / "run" / "step-1000")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "checkpoints_of_others.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    code, _ = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {"fzero": fzero, "Model": lambda: steps_of_torch(0)[0], "mesh": VirtualMesh(fsdp=2)}
     exec(code, names)
     params, opt_state = fzero.unpartition((names["params"], names["opt_state"]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.buffers import block_of, blocks_of, leaves_of, padding_of
 from fzero.layout.layout import Layout, Leaf, wire
@@ -86,3 +88,9 @@ def test_leaves_come_back_and_padding_is_what_no_leaf_has() -> None:
         buffer = blocks_of(fulls, along)
         assert all(map(torch.equal, leaves_of(buffer, along), fulls))
         assert torch.equal(padding_of(along), buffer == 0)
+
+
+def test_other_leaves_than_those_of_the_wire_are_named() -> None:
+    for given, sizes in (([torch.ones(3)], r"\[3\]"), ([torch.ones(3), torch.ones(3, 3)], r"\[3, 9\]")):
+        with pytest.raises(FzeroError, match=rf"packs leaves of {sizes} elements for \[3, 12\]; give the whole leaves"):
+            blocks_of(given, ROWS)

@@ -100,6 +100,36 @@ def test_the_factories_are_those_of_the_package() -> None:
         make(factory)
 
 
+def test_a_factory_without_an_argument_that_it_needs_is_named() -> None:
+    needy = [
+        factory
+        for factory, function in FACTORIES.items()
+        if any(x.default is Parameter.empty for x in parameters_of(function).values())
+    ]
+    assert len(needy) >= 20
+    for factory in needy:
+        with pytest.raises(TypeError, match=rf"^{factory.rpartition('.')[2]}\(\) missing .* required positional"):
+            FACTORIES[factory]()
+
+
+def test_what_is_no_optimizer_is_named() -> None:
+    sgd: Any = optim.sgd
+    for misuse in (
+        lambda: optim.chain(sgd),
+        lambda: optim.masked(sgd, lambda path, leaf: True),
+        lambda: optim.multi_transform({"a": sgd}, lambda path, leaf: "a"),
+        lambda: optim.apply_if_finite(sgd, 3),
+        lambda: optim.cast_state(sgd, torch.bfloat16),
+        lambda: optim.schedule_free(sgd, 0.1),
+    ):
+        with pytest.raises(FzeroError, match=r"sgd is no optimizer and no stage; call it, as sgd\(0\.1\)"):
+            misuse()
+    with pytest.raises(FzeroError, match="masked: mask is True; give a function"):
+        optim.masked(sgd(0.1), True)  # type: ignore[arg-type]
+    with pytest.raises(FzeroError, match="inner_factory is GradientTransformation.*; give the function that makes"):
+        optim.inject_hyperparams(sgd(0.1))
+
+
 @pytest.mark.parametrize("value", ["0.1", None, math.nan, -math.inf, torch.tensor([0.1, 0.2]), [0.1], 1j], ids=repr)
 def test_what_is_no_number_is_named(value: Any, subtests: pytest.Subtests) -> None:
     for factory, name in NUMBERS:

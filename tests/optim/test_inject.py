@@ -150,6 +150,10 @@ def test_bad_arguments_are_named() -> None:
     state = optimizer.init({"a": torch.ones(2)})
     with pytest.raises(FzeroError, match=r"the state has \['lr'\], the optimizer \['learning_rate'\]"):
         optimizer.update({"a": torch.ones(2)}, state._replace(hyperparams={"lr": torch.tensor(0.1)}))
+    of_number = optim.inject_hyperparams(optim.sgd)(0.1)
+    state = of_number.init({"a": torch.ones(2)})
+    with pytest.raises(FzeroError, match="a number is no state: give learning_rate as a 0-d tensor to change it"):
+        of_number.update({"a": torch.ones(2)}, state._replace(hyperparams={"learning_rate": torch.tensor(0.5)}))
     with pytest.raises(FzeroError, match="b1 is 1.0"):
         optim.inject_hyperparams(optim.adamw)(0.1, b1=1.0).init({"a": torch.ones(2)})
 

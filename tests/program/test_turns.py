@@ -67,3 +67,9 @@ def test_state_of_each_row_is_like_its_layer(loss: Any, states: int) -> None:
         expected = tree.map(functools.partial(torch.lerp, weight=AVERAGE), expected, plain)
         for got, wanted in zip(tree.leaves(fzero.unpartition(grads)), tree.leaves(expected)):
             torch.testing.assert_close(got, wanted)
+
+
+def test_a_node_that_is_no_loop_has_no_body() -> None:
+    program = fzero.simulate(loop_once, MESH).trace(fzero.partition(layers(), MESH), torch.ones(8, 6))
+    with pytest.raises(fzero.FzeroError, match=r": is no loop; give a node of program\.find\(ops\.loop\)"):
+        ops.copy_body(program.returned[0])

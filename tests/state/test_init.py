@@ -133,6 +133,11 @@ def test_a_leaf_without_fans_is_refused_by_name() -> None:
         fzero.init(SHAPES, fzero.VirtualMesh(fsdp=2), lambda path, leaf: initializers.xavier_normal())
 
 
+def test_an_initializer_in_the_place_of_a_rule_is_named() -> None:
+    with pytest.raises(FzeroError, match=r"init: rule: .* does not take \(path, leaf\); give a function of a leaf"):
+        fzero.init(SHAPES, fzero.VirtualMesh(fsdp=2), initializers.zeros())  # type: ignore[arg-type]
+
+
 def test_a_rule_that_gives_no_initializer_is_refused() -> None:
     with pytest.raises(FzeroError, match=r"double: the rule gives a float for it; give one of fzero\.initializers"):
         fzero.init(SHAPES, fzero.VirtualMesh(fsdp=2), lambda path, leaf: 0.02)  # type: ignore[arg-type,return-value]

@@ -22,7 +22,7 @@ from fzero.base.torch_private import find_root
 from fzero.program.kinds import UNIFORM, Kind, Slice, kind_of_state
 from fzero.program.operation import Node
 from fzero.program.ops.loops import Loop
-from fzero.program.records import find_loops, storage
+from fzero.program.records import find_loops, record, storage
 from fzero.program.signature import Argument, Result
 from fzero.program.state_layouts import IN_A_TURN, STEP_COUNT, PassState
 
@@ -56,7 +56,13 @@ def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Progr
 
 
 def copy_body(loop: Node) -> Program:
-    """Give a loop a copy of its body, with a graph of its own, for a pass to change. Returns the body."""
+    """Give a loop a copy of its body, with a graph of its own, for a pass to change. Returns the body.
+
+    Raises:
+        FzeroError: for a node that is no loop.
+    """
+    if record(loop).body is None:
+        raise FzeroError(loop.name, "is no loop", "give a node of program.find(ops.loop)")
     given = Loop(*loop.args)
     body = given.body.copy()
     loop.args = tuple(given._replace(body=body))
