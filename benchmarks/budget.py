@@ -27,7 +27,6 @@ import re
 import sys
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -261,13 +260,6 @@ def draw(path: Path, rows: list[Row], title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def picture(path: str) -> Path:
-    """The file of a picture. Without matplotlib an error, before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError('matplotlib is not installed: pip install "fzero[plot]"')
-    return Path(path)
-
-
 def parse() -> argparse.Namespace:
     """The flags of the command line."""
     parser = flags.parser(__doc__)
@@ -277,7 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps a turn (10 for S, 4 for larger ones)")
     parser.add_argument("--plan", type=int, help="time the choice for so many layers, and measure nothing else")
     parser.add_argument("--to-host", type=int, help="plan so many layers of width 4096, and measure nothing")
-    parser.add_argument("--png", type=picture, help="a file for a picture; needs matplotlib")
+    parser.add_argument("--png", type=flags.picture, help="a file for a picture; needs matplotlib")
     return flags.parsed(parser)
 
 

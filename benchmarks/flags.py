@@ -1,9 +1,10 @@
-"""What the commands that start ranks have in common: their flags, and the file that they write."""
+"""What commands have in common: the flags of those that start ranks, and the files that they write."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def parsed(of: argparse.ArgumentParser) -> argparse.Namespace:
     given = of.parse_args()
     given.ranks = given.ranks or {"cpu": 2, "cuda": 1}[given.device]
     return given
+
+
+def picture(path: str) -> Path:
+    """The file of a picture. Without matplotlib an error, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('matplotlib is not installed: pip install "fzero[plot]"')
+    return Path(path)
 
 
 def write(path: Path | None, record: dict[str, Any]) -> None:

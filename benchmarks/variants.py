@@ -2,7 +2,7 @@
 
 python benchmarks/variants.py --json benchmarks/results/variants.json
 python benchmarks/variants.py --table benchmarks/results/variants.json    # the rows of docs/variants.md
-python benchmarks/variants.py --read benchmarks/results/variants.json --plot docs/variants.png    # curves; matplotlib
+python benchmarks/variants.py --table benchmarks/results/variants.json --plot docs/variants.png    # and curves
 
 All runs of a seed have the same batches and optimizer, and the same initial weights but for the control. The control is
 exact, and begins with weights that are off by a hundredth, which is about what int8 rounding takes: its gap says how
@@ -25,6 +25,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from flags import picture
 from machine import machine
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -61,20 +62,29 @@ NOISE = 1e-2  # of each initial weight of the control
 
 
 class Variant(NamedTuple):
-    """A pass, the pass that it stands in front of, and how many ranks there are along "replica". Each step whose number
-    `every` divides has the pass `meets` in its place. With `nodes` above 1 state lies along "node" and "local". `plan`
-    gives the pass of the step of a number: passes repeat after `every` steps."""
+    """A pass, the pass that it stands in front of, and how many ranks there are along "replica". With `nodes` above 1
+    state lies along "node" and "local". `plan(n)` gives the pass of step `n` instead; its passes repeat after `every`
+    steps."""
 
     rewrite: Pass | None = None
     before: str = "prefetch"
     replicas: int = 1
-    every: int = 1
-    meets: Pass | None = None
     nodes: int = 1
+    every: int = 1
     plan: Callable[[int], Pass] | None = None
+
+    def rewrite_of(self, number: int) -> Pass | None:
+        """The pass of the step of this number, which counts from 0."""
+        return self.plan(number % self.every) if self.plan else self.rewrite
+
+
+def meet(number: int, **outer: float) -> Pass:
+    """The pass of DiLoCo for a step: workers meet in the last of 20."""
+    return partial(diloco, syncs=number == 19, **outer)
 
 
 def stream(number: int) -> Pass:
+    """The pass of Streaming DiLoCo for a step: two fragments meet every 20 steps, and arrive five steps later."""
     return partial(streaming_diloco, **plan_step(number, every=20, fragments=2, delay=5))
 
 
@@ -94,15 +104,11 @@ VARIANTS = {
     "sign_scatter": Variant(sign_scatter),
     "topk_scatter, density=0.05": Variant(topk_scatter),
     "power_sgd, rank=4": Variant(power_sgd, "bucket"),
-    "diloco, every 20 steps": Variant(partial(diloco, syncs=False), "bucket", 2, 20, partial(diloco, syncs=True)),
+    "diloco, every 20 steps": Variant(None, "bucket", 2, every=20, plan=meet),
     "diloco, every 20 steps, rate=1, momentum=0": Variant(
-        partial(diloco, syncs=False, rate=1, momentum=0),
-        "bucket",
-        2,
-        20,
-        partial(diloco, syncs=True, rate=1, momentum=0),
+        None, "bucket", 2, every=20, plan=partial(meet, rate=1, momentum=0)
     ),
-    "streaming_diloco, every 20 steps": Variant(stream(0), "bucket", 2, 20, plan=stream),
+    "streaming_diloco, every 20 steps": Variant(None, "bucket", 2, every=20, plan=stream),
     "ademamix": Variant(ademamix, "bucket"),
 }
 
@@ -149,40 +155,26 @@ def train(
 
     defaults = passes.defaults(stage=stage)
 
+    steps_of = dict[str, Any]()
+
     def simulate(rewrite: Pass | None) -> Any:
-        given = defaults if rewrite is None else passes.insert(defaults, rewrite, before=variant.before)
-        return fzero.simulate(train_step, mesh, passes=given)
+        """The step with this pass, the same one each time."""
+        if str(rewrite) not in steps_of:
+            given = defaults if rewrite is None else passes.insert(defaults, rewrite, before=variant.before)
+            steps_of[str(rewrite)] = fzero.simulate(train_step, mesh, passes=given)
+        return steps_of[str(rewrite)]
 
-    steps_by_plan = dict[str, Any]()
-
-    def step_of(number: int) -> Any:
-        if variant.plan is None:
-            return step if (number + 1) % variant.every else meets
-        rewrite = variant.plan(number)
-        if str(rewrite) not in steps_by_plan:
-            steps_by_plan[str(rewrite)] = simulate(rewrite)
-        return steps_by_plan[str(rewrite)]
-
-    exact = simulate(None)
-    step = simulate(variant.rewrite) if variant.plan is None else step_of(0)
-    meets = step if variant.meets is None else simulate(variant.meets)
     params = fzero.partition(params, mesh)
     opt_state, cut, losses = optimizer.init(params), corpus.Cut(WINDOWS, CONFIG.seq), []
     first = corpus.train_batch(text.train, cut, seed=seed, step=0)
-    state = step.init_pass_state(params, opt_state, first)
-    usual = count(exact.trace(params, opt_state, first))
-    turns = range(variant.every, 2 * variant.every) if variant.plan or variant.meets else range(1)
-    counts = dict[Any, Counter[str]]()  # a step of a simulation -> the bytes of its program
-    total = Counter[str]()
-    for number in turns:
-        turn = step_of(number)
-        if turn not in counts:
-            counts[turn] = count(turn.trace(params, opt_state, first))
-        total.update(counts[turn])
-    moved = {key: total[key] / len(turns) for key in usual | total}
+    state = simulate(variant.rewrite_of(0)).init_pass_state(params, opt_state, first)
+    usual, total = count(simulate(None).trace(params, opt_state, first)), Counter[str]()
+    for number in range(variant.every):
+        total.update(count(simulate(variant.rewrite_of(number)).trace(params, opt_state, first)))
+    moved = {key: total[key] / variant.every for key in usual | total}
     for index in range(steps):
         batch = corpus.train_batch(text.train, cut, seed=seed, step=index)
-        result = step_of(index)(params, opt_state, batch, pass_state=state)
+        result = simulate(variant.rewrite_of(index))(params, opt_state, batch, pass_state=state)
         (params, opt_state, loss), state = result if state else (result, state)
         losses.append(loss.item())
     whole, heldout = (
@@ -216,7 +208,7 @@ def write_table(results: dict[str, Any]) -> None:
     for name in (name for name in VARIANTS if all(name in run for run in runs)):
         gaps = [fmean(run[name][key] / run["exact"][key] - 1 for run in runs) for key in ("loss", "heldout")]
         lines = ""
-        if VARIANTS[name].rewrite is not None:
+        if VARIANTS[name].rewrite_of(0) is not None:
             file = importlib.import_module(f"fzero.variants.{name.partition(',')[0]}").__file__
             lines = str(len(Path(file or "").read_text().splitlines()))
         moved = [show(runs[0][name][key]) for key in ("exact", "moved")]
@@ -262,20 +254,20 @@ def main() -> None:
     parser.add_argument(
         "--table", type=Path, help="print the rows of docs/variants.md from such a file, and train nothing"
     )
-    parser.add_argument("--read", type=Path, help="such a file, for --plot; trains nothing")
-    parser.add_argument("--plot", type=Path, help="a file for a picture of the losses; needs matplotlib")
+    parser.add_argument("--plot", type=picture, help="beside --table: a file for a picture of losses; needs matplotlib")
     parser.add_argument("--json", type=Path, help="a file for every figure, the versions and the machine")
     flags = parser.parse_args()
     torch.set_num_threads(1)
+    if flags.plot and not flags.table:
+        parser.error("--plot draws what a file has: give --table FILE")
     if flags.table:
-        return write_table(json.loads(flags.table.read_text()))
-    if flags.read or flags.plot:
-        if not (flags.read and flags.plot):
-            parser.error("give --read and --plot together")
-        return draw(flags.plot, json.loads(flags.read.read_text()))
+        results = json.loads(flags.table.read_text())
+        if flags.plot:
+            draw(flags.plot, results)
+        return write_table(results)
     text, runs = corpus.stdlib(), dict[str, dict[str, Any]]()
     print(f"{'seed':<6}{'':<44}{'loss':>10}{'gap':>10}{'held out':>10}{'gap':>10}   KiB a step")
-    options = {key: value for key, value in vars(flags).items() if key not in ("json", "table", "read", "plot")}
+    options = {key: value for key, value in vars(flags).items() if key not in ("json", "table", "plot")}
     known = options | machine()  # before a file is written that makes the checkout another one than the commit
     for seed in flags.seeds:
         exact: Outcome | None = None
