@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,13 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero import FzeroError, Program, ops, passes, tree
+from fzero.passes.run import Pass
 from fzero.program.operation import Node
 from fzero.variants.ademamix import ademamix
+from fzero.variants.bf16_scatter import bf16_scatter
 from fzero.variants.diloco import diloco
+from fzero.variants.fp8_gather import fp8_gather
 from fzero.variants.int8_gather import int8_all_gather, int8_gather
 from fzero.variants.int8_scatter import int8_scatter
+from fzero.variants.loco_scatter import loco_scatter
 from fzero.variants.power_sgd import power_sgd
+from fzero.variants.qgz import qgz
+from fzero.variants.sign_scatter import sign_scatter
 from fzero.variants.streaming_diloco import streaming_diloco
+from fzero.variants.topk_scatter import topk_scatter
+from fzero.variants.zeropp import zeropp
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -54,45 +64,67 @@ def shard_of(bucket: str, world: int = WORLD) -> int:
 # bits
 
 
+def outcome(run: Run) -> Any:
+    """What is held after training, whole, and the losses."""
+    held, losses = run.train(run.begin())
+    return [fzero.unpartition(part) for part in held], losses
+
+
 def real_and_virtual(mesh: DeviceMesh, variant: str, stage: int) -> tuple[Any, Any]:
     """What a rank holds after training, and on rank 0 what virtual ranks hold."""
-
-    def outcome(run: Run) -> Any:
-        held, losses = run.train(run.begin())
-        return [fzero.unpartition(part) for part in held], losses
 
     real = outcome(on_real(variant, stage, mesh))
     return real, outcome(on_virtual(variant, stage, mesh.size())) if mesh.get_rank() == 0 else None
 
 
-def workers_of(mesh: DeviceMesh) -> tuple[Any, Any]:
-    """What two workers, a rank each, hold on real ranks, and on rank 0 what they hold on virtual ones."""
-    shape = {"replica": 2, "fsdp": 1}
-    real = init_device_mesh("cpu", (2, 1), mesh_dim_names=tuple(shape))
-    each = []
-    virtual = on_virtual(None, 3, 1)._replace(mesh=fzero.VirtualMesh(**shape))
-    for run in (on_real(None, 3, real), virtual) if mesh.get_rank() == 0 else (on_real(None, 3, real),):
-        transform = fzero.shard if run.mesh is real else fzero.simulate
-        streamed = functools.partial(streaming_diloco, sends=[0], takes=[0], fragments=1)
-        for rewrite in (
-            functools.partial(diloco, syncs=True), functools.partial(power_sgd, rank=2), streamed, ademamix,
-        ):  # fmt: skip
-            chosen = passes.insert(passes.defaults(stage=3), rewrite, before="bucket")
-            run = run._replace(step=transform(train_step, run.mesh, passes=chosen))
-            held, losses = run.train(run.begin())
-            each.append(([fzero.unpartition(part) for part in held], losses))
-    return each[:4], each[4:]
+class Shown(NamedTuple):
+    """A variant of the gallery, the pass that it stands in front of, and the mesh of two ranks that it needs."""
+
+    rewrite: Pass
+    before: str = "prefetch"
+    shape: Mapping[str, int] = MappingProxyType({"fsdp": 2})
+
+
+WORKERS, NODES = {"replica": 2, "fsdp": 1}, {"node": 2, "local": 1}
+GALLERY = {
+    "ademamix": Shown(ademamix, "bucket"),
+    "bf16_scatter": Shown(bf16_scatter),
+    "diloco": Shown(functools.partial(diloco, syncs=True), "bucket", WORKERS),
+    "fp8_gather": Shown(fp8_gather),
+    "loco_scatter": Shown(loco_scatter),
+    "power_sgd": Shown(functools.partial(power_sgd, rank=2), "bucket", WORKERS),
+    "qgz": Shown(qgz, shape=NODES),
+    "sign_scatter": Shown(sign_scatter),
+    "streaming_diloco": Shown(
+        functools.partial(streaming_diloco, sends=[0], takes=[0], fragments=1), "bucket", WORKERS
+    ),
+    "topk_scatter": Shown(topk_scatter),
+    "zeropp": Shown(zeropp, "offload", NODES),
+}  # the rest: VARIANTS, and test_nodes.py
+
+
+def of_gallery(mesh: DeviceMesh, variant: str) -> tuple[Any, Any]:
+    """What real ranks hold after training with a variant of the gallery, and on rank 0 what virtual ones hold."""
+    rewrite, before, shape = GALLERY[variant]
+    chosen = passes.insert(passes.defaults(stage=3), rewrite, before=before)
+
+    real = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    rows = on_real(None, 3, mesh).rows
+    found = outcome(Run(fzero.shard(train_step, real, passes=chosen), real, rows))
+    virtual = fzero.VirtualMesh(**shape)
+    return found, outcome(Run(fzero.simulate(train_step, virtual, passes=chosen), virtual)) if rows.start == 0 else None
 
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Outcome]]:
     cases = {f"{v} {s}": functools.partial(real_and_virtual, variant=v, stage=s) for v in VARIANTS for s in STAGES}
-    return run_cases(2, {**cases, "workers": workers_of})
+    return run_cases(2, cases | {v: functools.partial(of_gallery, variant=v) for v in GALLERY})
 
 
-def test_two_real_workers_and_two_virtual_ones_hold_the_same_bits(ranks: dict[str, list[Outcome]]) -> None:
-    """Also of what replicas have of their own: a worker's weights and optimizer state, and errors of thin matrices."""
-    (_, virtual), *_ = of_ranks = values(ranks["workers"])
+@pytest.mark.parametrize("variant", GALLERY)
+def test_on_two_real_ranks_a_variant_is_as_on_virtual_ones(ranks: dict[str, list[Outcome]], variant: str) -> None:
+    """Bit for bit, also what ranks have of their own: a worker's weights and optimizer state, what a scatter left."""
+    (_, virtual), *_ = of_ranks = values(ranks[variant])
     for real, _ in of_ranks:
         for got, expected in zip(tree.leaves(real), tree.leaves(virtual), strict=True):
             assert torch.equal(got, expected)
