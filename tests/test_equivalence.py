@@ -14,7 +14,8 @@ from fzero import optim, tree
 from fzero.base.errors import FzeroError
 from fzero.equivalence import _compare
 from fzero.execution.lockstep import seats
-from fzero.passes import defaults
+from fzero.passes import defaults, insert
+from fzero.variants.int8_scatter import int8_scatter
 
 ADAM = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
 
@@ -135,6 +136,22 @@ def test_passes_are_taken() -> None:
     passes = [*defaults(stage=3, in_place=False), note]
     fzero.check_equivalence(training(ADAM), state(), (examples(),), ranks=2, passes=passes)
     assert seen == ["step"]
+
+
+def test_state_of_passes_begins_as_it_is_given() -> None:
+    """What a scatter left before goes into the first gradient, so that a large one makes another step."""
+    mesh, chosen = fzero.VirtualMesh(fsdp=2), insert(defaults(stage=3), int8_scatter, before="prefetch")
+    sgd, batch = optim.sgd(0.1), (examples(),)
+    given = (layers(), sgd.init(layers()))
+    simulated = fzero.simulate(training(sgd), mesh, passes=chosen)
+    zero = simulated.init_pass_state(*(fzero.partition(each, mesh) for each in given), *batch)
+    left = tree.map(lambda leaf: leaf + 1, zero)
+    how: dict[str, Any] = {"ranks": mesh, "passes": chosen, "rtol": 0, "atol": 0.03}
+    assert zero and fzero.check_equivalence(training(sgd), given, batch, pass_state=zero, **how)
+    with pytest.raises(FzeroError, match="further apart"):
+        fzero.check_equivalence(training(sgd), given, batch, pass_state=left, **how)
+    with pytest.raises(FzeroError, match="pass_state"):
+        fzero.check_equivalence(training(sgd), given, batch, pass_state={"none": 1}, **how)
 
 
 def test_ranks_are_numbered_row_by_row() -> None:
