@@ -30,7 +30,13 @@ class Position(NamedTuple):
 
     @classmethod
     def of(cls, *numbers: int) -> Self:
-        """A position of tensors, from its numbers."""
+        """A position of tensors, from its numbers.
+
+        Raises:
+            FzeroError: for another count of numbers than there are fields.
+        """
+        if len(numbers) != len(cls._fields):
+            raise FzeroError("Position.of", f"has {len(numbers)} numbers", f"give {', '.join(cls._fields)}")
         return cls(*map(torch.tensor, numbers))
 
     def to_numbers(self) -> tuple[int, ...]:

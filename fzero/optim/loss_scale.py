@@ -151,7 +151,13 @@ def standard(
 
 
 def unscale(grads: Tree, state: Any) -> Tree:
-    """`grads / state.scale`. Gradients narrower than float32 become float32 first, in which they do not vanish."""
+    """`grads / state.scale`. Gradients narrower than float32 become float32 first, in which they do not vanish.
+
+    Raises:
+        FzeroError: for a state without a scale.
+    """
+    if not hasattr(state, "scale"):
+        raise FzeroError("unscale", f"state is {state!r:.80}", "give the state of a LossScale, which its init makes")
     leaves, treedef = tree.flatten(grads)
     if not leaves:
         return grads

@@ -184,8 +184,10 @@ def select(condition: Tensor, new: Tree, old: Tree) -> Tree:
     """The tree `new` where `condition`, a 0-d bool, is true, else `old`, bit for bit: one list operation.
 
     Raises:
-        FzeroError: where the trees differ in structure, naming the leaf.
+        FzeroError: for a condition that is no tensor; where the trees differ in structure, naming the leaf.
     """
+    if not isinstance(condition, Tensor):
+        raise FzeroError("select", f"condition is {condition!r:.80}", "give a 0-d bool tensor")
     olds, treedef = tree.flatten(old)
     news, new_def = tree.flatten(new)
     if new_def != treedef:

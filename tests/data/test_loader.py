@@ -318,6 +318,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "an example that is not there": (lambda: resumed(Position.of(0, 9, 8, -1, 0)), "position.index: is 9, and an"),
     "an epoch that is not there": (lambda: resumed(Position.of(-1, 0, 8, -1, 0)), "position.epoch: is -1"),
+    "too few numbers": (lambda: Position.of(0, 9), "Position.of: has 2 numbers; give epoch, index, length, seed"),
     "no position": (lambda: resumed(None), "position: is a NoneType; give loader.position"),
     "half an example": (lambda: resumed((0, 0.5, 8, -1, 0)), "position.index: is 0.5, not a whole number"),
     "an uneven rest": (lambda: resumed(Position.of(0, 2, 8, -1, 0)), "dataset: has 6 examples from 2 on"),

@@ -196,6 +196,15 @@ def test_helpers_do_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     assert utils.set_z3_leaf_modules(model, [nn.Linear]) == utils.set_z3_leaf_modules(model, ["Linear"])
     assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == [model.head]
+    assert utils.set_z3_leaf_modules(model, [nn.Conv1d], raise_if_not_found=False) == []
+    for misuse, problem in {
+        lambda: utils.set_z3_leaf_modules(model, [nn.Conv1d]): r"has none of \['Conv1d'\]; give classes or paths",
+        lambda: utils.set_z3_leaf_modules_by_name(model, ["tail"]): r"has none of \['tail'\]; give classes or paths",
+        lambda: utils.RepeatingLoader(3): "RepeatingLoader: loader is 3; give a DataLoader",  # type: ignore[arg-type]
+        lambda: next(utils.RepeatingLoader([])): "RepeatingLoader: the loader gives no batch; give one with batches",
+    }.items():
+        with pytest.raises(FzeroError, match=problem):
+            misuse()
     accelerator = deepspeed.get_accelerator()
     assert torch.device(accelerator.device_name(0)).type == accelerator.kind
     assert deepspeed.comm.get_local_rank() == 0

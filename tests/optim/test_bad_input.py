@@ -124,6 +124,10 @@ def test_what_is_no_optimizer_is_named() -> None:
     ):
         with pytest.raises(FzeroError, match=r"sgd is no optimizer and no stage; call it, as sgd\(0\.1\)"):
             misuse()
+    with pytest.raises(FzeroError, match="select: condition is True; give a 0-d bool tensor"):
+        optim.select(True, {}, {})  # type: ignore[arg-type]
+    with pytest.raises(FzeroError, match="unscale: state is 3.0; give the state of a LossScale"):
+        optim.loss_scale.unscale({"a": torch.ones(2)}, 3.0)
     with pytest.raises(FzeroError, match="masked: mask is True; give a function"):
         optim.masked(sgd(0.1), True)  # type: ignore[arg-type]
     with pytest.raises(FzeroError, match="inner_factory is GradientTransformation.*; give the function that makes"):

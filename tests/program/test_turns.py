@@ -69,7 +69,9 @@ def test_state_of_each_row_is_like_its_layer(loss: Any, states: int) -> None:
             torch.testing.assert_close(got, wanted)
 
 
-def test_a_node_that_is_no_loop_has_no_body() -> None:
+def test_what_is_no_loop_or_no_body_is_named() -> None:
     program = fzero.simulate(loop_once, MESH).trace(fzero.partition(layers(), MESH), torch.ones(8, 6))
+    with pytest.raises(fzero.FzeroError, match=r"^loop .*: the function of map_bodies returned None for its body"):
+        ops.map_bodies(program, lambda body: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(fzero.FzeroError, match=r": is no loop; give a node of program\.find\(ops\.loop\)"):
         ops.copy_body(program.returned[0])

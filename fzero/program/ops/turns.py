@@ -36,13 +36,16 @@ def map_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Progr
     State that `rewrite` adds to the body of a `fzero.scan` becomes state of the program, by turn.
 
     Raises:
-        FzeroError: for state that it adds to the body of another loop.
+        FzeroError: for a `rewrite` that returns no program; for state that it adds to the body of another loop.
     """
     news: dict[str, Program] = {}
     for node, body in find_loops(program.graph).items():
         new = rewrite(body)
         if new is body:
             continue
+        if not isinstance(new, type(body)):
+            problem = f"the function of map_bodies returned {new!r:.80} for its body"
+            raise FzeroError(f"loop {node.name}", problem, "return a program: the body itself, or a changed copy")
         if len(new.arguments) - len(new.pass_state) != len(body.arguments):
             problem = "a pass gives its body other arguments, and the loop does not"
             raise FzeroError(f"loop {node.name}", problem, "give both with ops.take_rows")
