@@ -29,7 +29,12 @@ _PART = 1 / 16
 
 
 def block_of(slices: Sequence[Tensor], wire: Wire, rank: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[S] the block of `rank`: a view where the slices lie as a block already, else a copy, in `dtype` if given."""
+    """[S] the block of `rank`: a view where the slices lie as a block already, else a copy, in `dtype` if given.
+
+    Raises:
+        FzeroError: for other slices than those of the rank, by their numbers of elements.
+    """
+    _check(wire, f"slices of rank {rank}", slices, [len(at) for at in wire.block(rank)])
     view = None if dtype else view_of(slices, wire, rank)
     return fill_block(slices[0].new_empty(wire.stride, dtype=dtype), slices, wire, rank) if view is None else view
 
@@ -76,11 +81,8 @@ def blocks_of(fulls: Sequence[Tensor], wire: Wire) -> Tensor:
     Raises:
         FzeroError: for other leaves than those of the wire, by their numbers of elements.
     """
+    _check(wire, "whole leaves", fulls, [wire.layout.leaves[leaf].numel for leaf in wire.leaves])
     flats = [full.reshape(-1) for full in fulls]
-    expected, given = [wire.layout.leaves[leaf].numel for leaf in wire.leaves], [flat.numel() for flat in flats]
-    if given != expected:
-        way_out = "give the whole leaves that the wire names, in its order"
-        raise FzeroError(wire.layout.bucket, f"packs leaves of {given} elements for {expected}", way_out)
     if wire.is_complete:
         alone = len(flats) == 1 and flats[0].numel() == wire.numel
         return flats[0] if alone else _concatenate(flats, wire.layout.leaf_ranges, wire.numel)
@@ -90,9 +92,22 @@ def blocks_of(fulls: Sequence[Tensor], wire: Wire) -> Tensor:
     return torch.cat(blocks)
 
 
+def _check(wire: Wire, what: str, given: Sequence[Tensor], expected: list[int]) -> None:
+    """Refuse tensors of other sizes: a zip of them would leave elements out, a copy would repeat them."""
+    sizes = [x.numel() for x in given]
+    if sizes != expected:
+        way_out = f"give the {what} that its wire names, in its order"
+        raise FzeroError(wire.layout.bucket, f"was given {what} of {sizes} elements for {expected}", way_out)
+
+
 def leaves_of(buffer: Tensor, wire: Wire) -> list[Tensor]:
     """The leaves of a buffer [N * S] of every rank's blocks, in their shapes: the inverse of `blocks_of`. Views where a
-    leaf is one piece."""
+    leaf is one piece.
+
+    Raises:
+        FzeroError: for a buffer of another size.
+    """
+    _check(wire, "buffers", [buffer], [wire.numel])
     shapes = [wire.layout.leaves[leaf].shape for leaf in wire.leaves]
     return [join_leaf(buffer, wire, position, shape) for position, shape in enumerate(shapes)]
 

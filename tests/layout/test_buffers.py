@@ -90,7 +90,18 @@ def test_leaves_come_back_and_padding_is_what_no_leaf_has() -> None:
         assert torch.equal(padding_of(along), buffer == 0)
 
 
-def test_other_leaves_than_those_of_the_wire_are_named() -> None:
-    for given, sizes in (([torch.ones(3)], r"\[3\]"), ([torch.ones(3), torch.ones(3, 3)], r"\[3, 9\]")):
-        with pytest.raises(FzeroError, match=rf"packs leaves of {sizes} elements for \[3, 12\]; give the whole leaves"):
-            blocks_of(given, ROWS)
+def test_what_is_not_of_the_wire_is_named() -> None:
+    for misuse, problem in {
+        lambda: blocks_of(
+            [torch.ones(3)], ROWS
+        ): r"was given whole leaves of \[3\] elements for \[3, 12\]; give the who",
+        lambda: blocks_of([torch.ones(3), torch.ones(3, 3)], ROWS): r"was given whole leaves of \[3, 9\] elements for",
+        lambda: leaves_of(
+            torch.ones(3), ROWS
+        ): r"was given buffers of \[3\] elements for \[\d+\]; give the buffers that",
+        lambda: block_of(
+            [torch.ones(1)], ROWS, 0
+        ): r"was given slices of rank 0 of \[1\] elements for \[\d+, \d+\]; give",
+    }.items():
+        with pytest.raises(FzeroError, match=problem):
+            misuse()
