@@ -231,6 +231,9 @@ def draw(path: Path, results: dict[str, Any]) -> None:
         gaps.plot([100 * (a / b - 1) for a, b in zip(curve, curves["exact"])], **style)
     losses.set(ylabel="loss", yscale="log", title=f"{results['ranks']} virtual ranks, stage {results['stage']}")
     gaps.set(ylabel="gap to exact, %", xlabel="step", yscale="symlog")
+    for axis, minor in ((losses.yaxis, "{x:g}"), (gaps.yaxis, "")):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(minor)
     figure.legend(*losses.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=100)
 
