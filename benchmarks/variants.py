@@ -283,9 +283,10 @@ def main() -> None:
             gaps = found.loss / exact.loss - 1, found.heldout / exact.heldout - 1
             figures = f"{found.loss:>10.5f}{gaps[0]:>+10.3%}{found.heldout:>10.5f}{gaps[1]:>+10.3%}"
             print(f"{seed:<6}{name:<44}{figures}   {show(found.exact)} -> {show(found.moved)}", flush=True)
-            runs.setdefault(str(seed), {})[name] = {"loss": found.loss, **found._asdict()}
+            losses = [round(loss, 5) for loss in found.losses]
+            runs.setdefault(str(seed), {})[name] = {"loss": found.loss, **found._asdict(), "losses": losses}
             if flags.json:  # as far as it came
-                flags.json.write_text(json.dumps(known | {"runs": runs}, indent=1) + "\n")
+                flags.json.write_text(json.dumps(known | {"runs": runs}) + "\n")
 
 
 if __name__ == "__main__":
