@@ -56,16 +56,16 @@ def set_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any], raise_if
         FzeroError: for a model without such a module, unless `raise_if_not_found` is False.
     """
     found = [x for x in model.modules() if type(x) in leaf_module_classes or type(x).__name__ in leaf_module_classes]
-    return _check_found(model, leaf_module_classes, found, raise_if_not_found)
+    return _refuse_none(model, leaf_module_classes, found, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(model: Any, names: Sequence[str], raise_if_not_found: bool = True) -> list[Any]:
     """The modules at these dotted paths. The mark does nothing, as in `set_z3_leaf_modules`, whose errors these are."""
     found = [x for name, x in model.named_modules() if name in names]
-    return _check_found(model, names, found, raise_if_not_found)
+    return _refuse_none(model, names, found, raise_if_not_found)
 
 
-def _check_found(model: Any, asked: Sequence[Any], found: list[Any], raises: bool) -> list[Any]:
+def _refuse_none(model: Any, asked: Sequence[Any], found: list[Any], raises: bool) -> list[Any]:
     if raises and not found:
         names = [each if isinstance(each, str) else each.__name__ for each in asked]
         way_out = "give classes or paths that it has, or raise_if_not_found=False"
