@@ -109,7 +109,8 @@ VARIANTS = {
         None, "bucket", 2, every=20, plan=partial(meet, rate=1, momentum=0)
     ),
     "streaming_diloco, every 20 steps": Variant(None, "bucket", 2, every=20, plan=stream),
-    "ademamix": Variant(ademamix, "bucket"),
+    "ademamix, warmup=0": Variant(ademamix, "bucket"),
+    "ademamix, warmup=2000": Variant(partial(ademamix, warmup=2000), "bucket"),
 }
 
 
