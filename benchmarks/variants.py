@@ -64,7 +64,7 @@ NOISE = 1e-2  # of each initial weight of the control
 class Variant(NamedTuple):
     """A pass, the pass that it stands in front of, and how many ranks there are along "replica". With `nodes` above 1
     state lies along "node" and "local". `plan(n)` gives the pass of step `n` instead; its passes repeat after `every`
-    steps."""
+    steps, the first ones apart."""
 
     rewrite: Pass | None = None
     before: str = "prefetch"
@@ -75,16 +75,16 @@ class Variant(NamedTuple):
 
     def rewrite_of(self, number: int) -> Pass | None:
         """The pass of the step of this number, which counts from 0."""
-        return self.plan(number % self.every) if self.plan else self.rewrite
+        return self.plan(number) if self.plan else self.rewrite
 
 
 def meet(number: int, **outer: float) -> Pass:
     """The pass of DiLoCo for a step: workers meet in the last of 20."""
-    return partial(diloco, syncs=number == 19, **outer)
+    return partial(diloco, syncs=number % 20 == 19, **outer)
 
 
 def stream(number: int) -> Pass:
-    """The pass of Streaming DiLoCo for a step: two fragments meet every 20 steps, and arrive five steps later."""
+    """The pass of Streaming DiLoCo for a step: two fragments meet every 20 steps, each in five steps."""
     return partial(streaming_diloco, **plan_step(number, every=20, fragments=2, delay=5))
 
 
@@ -170,7 +170,7 @@ def train(
     first = corpus.train_batch(text.train, cut, seed=seed, step=0)
     state = simulate(variant.rewrite_of(0)).init_pass_state(params, opt_state, first)
     usual, total = count(simulate(None).trace(params, opt_state, first)), Counter[str]()
-    for number in range(variant.every):
+    for number in range(variant.every, 2 * variant.every):
         total.update(count(simulate(variant.rewrite_of(number)).trace(params, opt_state, first)))
     moved = {key: total[key] / variant.every for key in usual | total}
     for index in range(steps):

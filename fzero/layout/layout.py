@@ -377,4 +377,8 @@ class LayoutTable:
     def wire_of(self, node: Any) -> Wire:
         """The buffer in which the leaves that a node of an operation of `ops` names move together."""
         _, bucket, leaves, *_ = node.args
-        return wire(self.layouts[bucket], (leaves,) if isinstance(leaves, int) else tuple(leaves))
+        return self.wire(bucket, [leaves] if isinstance(leaves, int) else leaves)
+
+    def wire(self, bucket: str, leaves: Iterable[int]) -> Wire:
+        """The buffer in which these leaves of a bucket, in order, move together."""
+        return wire(self.layouts[bucket], tuple(leaves))

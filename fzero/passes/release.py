@@ -10,7 +10,7 @@ from fzero.program.arguments import bucket_of
 from fzero.program.operation import Node
 from fzero.program.plan import check_stage
 from fzero.program.program import Program
-from fzero.program.records import starts
+from fzero.program.records import body_of, starts
 
 
 def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Program:
@@ -84,10 +84,15 @@ def _gather_again(program: Program, bucket: Node, users: list[Node], origin: dic
 
 
 def _scatter_last(program: Program) -> None:
-    """Move every reduce-scatter, and the nodes that depend on one through values or memory, behind all other nodes."""
+    """Move every reduce-scatter, and the nodes that depend on one through values or memory, behind all other nodes.
+    What a pass sends of slices that the step is given stays."""
     late, dependences = set[Node](), find_dependences(find_mutable(program.graph))
+    given = {node for node, x in zip(program.placeholders, program.arguments) if x.bucket is not None}
     for node in program.graph.nodes:
-        before = (*node.all_input_nodes, *dependences.get(node, ()))
-        if starts(node) == "scattered" or any(n in late for n in before):
+        operands = node.all_input_nodes
+        is_given, before = bool(operands) and given.issuperset(operands), (*operands, *dependences.get(node, ()))
+        if (starts(node) == "scattered" and not is_given) or any(n in late for n in before):
             late.add(node)
+        elif is_given and not starts(node) and body_of(node) is None:
+            given.add(node)
     reorder(program.graph, sorted(program.graph.nodes, key=late.__contains__))

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from fzero import FzeroError, Program, ops
+from fzero.variants.nesterov import move_shared
 from fzero.variants.options import check_meetings
 from fzero.variants.origins import return_instead
 from fzero.variants.workers import train_apart
-
-aten = torch.ops.aten
 
 
 def diloco(
@@ -36,7 +33,7 @@ def diloco(
     check_meetings("diloco", rate, momentum)
     program, states = train_apart(program, "diloco", axis)
     shared = dict[int, Any]()
-    for argument, at, old, new, role in states:
+    for argument, at, old, new, role, _ in states:
         path = f"diloco.{argument.path}"
         if role == "beside" and not old.meta["val"].is_floating_point():
             problem = f"finds {old.meta['val'].dtype} numbers that differ between workers, of which there is no mean"
@@ -48,10 +45,7 @@ def diloco(
         with program.graph.inserting_before(program.output):
             shared[at] = program.emit(ops.all_reduce, new, "avg", axis)
             if role == "weight":
-                distance = program.emit(aten.sub.Tensor, old, shared[at])
-                after = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, before, momentum), distance)
-                step = program.emit(aten.add.Tensor, program.emit(aten.mul.Tensor, after, momentum), distance)
-                shared[at] = program.emit(aten.sub.Tensor, old, program.emit(aten.mul.Tensor, step, rate))
+                after, shared[at] = move_shared(program, old, shared[at], before, rate, momentum)
                 program.return_state(f"{path}.momentum", after)
         program.return_state(path, shared[at])
     return return_instead(program, shared)

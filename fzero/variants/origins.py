@@ -10,13 +10,14 @@ from fzero import FzeroError, Program
 
 class StateChange(NamedTuple):
     """State that a step changes: its argument, its place among the results, the nodes of its old and its new value,
-    and its role (`fzero.variants.roles`)."""
+    and its role (`fzero.variants.roles`). Where workers train apart, `own` is what a worker begins with."""
 
     argument: Any
     at: int
     old: Any
     new: Any
     role: str = ""
+    own: Any = None
 
 
 def list_changes(program: Program) -> list[StateChange]:
@@ -33,7 +34,7 @@ def list_weights(states: list[StateChange]) -> list[StateChange]:
     Raises:
         FzeroError: where workers change other state than weights and the optimizer's.
     """
-    for argument, *_, role in states:
+    for argument, *_, role, _ in states:
         if role == "beside":
             raise FzeroError(argument.path, "differs between workers, and belongs to no fragment", "use diloco")
     return [x for x in states if x.role == "weight"]

@@ -1,8 +1,9 @@
-"""Workers that meet fragment by fragment, and take what they sent some steps later: Streaming DiLoCo (Douillard et al.,
-2025, arXiv:2501.18512). The mesh, the workers and their state are those of `diloco`.
+"""Workers that meet fragment by fragment, while they train: Streaming DiLoCo (Douillard et al., 2025,
+arXiv:2501.18512). The mesh, the workers and their state are those of `diloco`.
 
-A fragment is every `fragments`-th bucket. The workers' weights of a fragment are averaged behind step t, and move by
-this mean behind step t + delay: `plan_step` says when. Over the axis: an all-reduce of a fragment's slices, no more.
+A fragment is every `fragments`-th bucket. A step that sends one starts the mean of the workers' weights before it
+computes, and waits for it behind that. The mean is taken behind this step or a later one: `plan_step` says when. Over
+the axis: an all-reduce of each rank's slices of a fragment, with the padding of its buckets.
 """
 
 from __future__ import annotations
@@ -12,26 +13,29 @@ from typing import Any
 
 import torch
 
-from fzero import Program, ops
+from fzero import Program
+from fzero.variants.fragments import average, number_fragments
+from fzero.variants.nesterov import move_shared
 from fzero.variants.options import check_fragments, check_meetings, check_option
 from fzero.variants.origins import list_weights, return_instead
 from fzero.variants.workers import train_apart
 
 
 def plan_step(number: int, *, every: int, fragments: int, delay: int) -> dict[str, Any]:
-    """The options of step `number`, from 0: each fragment is sent once in `every` steps, and taken `delay` later."""
-    check_option("streaming_diloco", "delay", delay, 0 <= delay < every, f"a number of steps below every={every}")
+    """The options of step `number`, from 0: each fragment is sent once in `every` steps, as the step before it left the
+    fragment, and taken behind the last of the `delay` steps from there on."""
+    check_option("streaming_diloco", "delay", delay, 1 <= delay <= every, f"a number of steps from 1 to every={every}")
     check_fragments("streaming_diloco", fragments)
-    since = [(number + 1 - fragment * every // fragments) % every for fragment in range(fragments)]
-    takes = [i for i, x in enumerate(since) if x == delay and number >= delay]
-    return {"sends": [i for i, x in enumerate(since) if x == 0], "takes": takes, "fragments": fragments}
+    since = [(number - fragment * every // fragments) % every for fragment in range(fragments)]
+    takes = [i for i, x in enumerate(since) if x == delay - 1 < number]
+    return {"sends": [i for i, x in enumerate(since) if x == 0 < number], "takes": takes, "fragments": fragments}
 
 
 def streaming_diloco(
     program: Program, *, sends: Collection[int], takes: Collection[int], fragments: int, rate: float = 0.7,
     momentum: float = 0.9, mix: float = 0.5, axis: str = "replica",
 ) -> Program:  # fmt: skip
-    """A step as `diloco`'s that averages weights of fragments, and moves those of others by an earlier step's means.
+    """A step as `diloco`'s that sends weights of fragments, and moves those of others by the mean that was sent last.
     A worker goes on from `mix` times its own weights and 1 - mix times those that workers share.
 
     Raises:
@@ -42,19 +46,17 @@ def streaming_diloco(
     check_option("streaming_diloco", "mix", mix, 0 <= mix <= 1, "a part of a worker's own weights, as 0.5")
     program, states = train_apart(program, "streaming_diloco", axis)
     weights, shared = list_weights(states), dict[int, Any]()
-    buckets = list(dict.fromkeys(x.argument.bucket for x in weights))
-    for argument, at, old, new, _ in weights:
-        path, fragment = f"streaming_diloco.{argument.path}", buckets.index(argument.bucket) % fragments
+    fragment_of = number_fragments(weights, fragments)
+    means = average(program, [x for x in weights if fragment_of[x.at] in sends], axis)
+    for argument, at, old, new, *_ in weights:
+        path = f"streaming_diloco.{argument.path}"
         program, before = program.add_state(f"{path}.momentum", like=old)
         program, mean = program.add_state(f"{path}.mean", like=old)
         with program.graph.inserting_before(program.output):
-            if fragment in sends:
-                program.return_state(f"{path}.mean", mean := program.emit(ops.all_reduce, new, "avg", axis))
-            if fragment in takes:
-                distance = program.emit(torch.ops.aten.sub.Tensor, old, mean)
-                after = program.emit(torch.ops.aten.add.Tensor, distance, before, alpha=momentum)
-                step = program.emit(torch.ops.aten.add.Tensor, distance, after, alpha=momentum)
-                shared[at] = program.emit(torch.ops.aten.sub.Tensor, old, step, alpha=rate)
+            if at in means:
+                program.return_state(f"{path}.mean", mean := means[at])
+            if fragment_of[at] in takes:
+                after, shared[at] = move_shared(program, old, mean, before, rate, momentum)
                 program.return_state(f"{path}.momentum", after)
                 program.return_state(path, program.emit(torch.ops.aten.lerp.Scalar, shared[at], new, mix))
     return return_instead(program, shared)

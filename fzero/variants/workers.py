@@ -31,13 +31,14 @@ def train_apart(program: Program, name: str, axis: str) -> tuple[Program, list[S
         node.kwargs = {**node.kwargs, "replicas": False}
     with program.graph.inserting_after(program.placeholders[-1]):
         first = program.emit(aten.eq.Scalar, count, 0)
-    for argument, _, old, *_ in states:
+    for number, (argument, _, old, *_) in enumerate(states):
         users = list(old.users)
         program, own = program.add_state(f"{name}.{argument.path}", like=old, differs=(axis,))
         with program.graph.inserting_after(first):
             mine = program.emit(aten.where.self, first, old, own)
         for user in users:
             user.replace_input_with(old, mine)
+        states[number] = states[number]._replace(own=mine)
         apart.append(own)
     returned, news = program.returned, {x.at: x.old for x in states}
     states = [x._replace(new=returned[x.at]) for x in states]  # what was another's old value is a worker's now

@@ -154,14 +154,16 @@ def reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) -> list[b
         ranks[0].view(-1)[-1] = math.inf
         for op, join in JOINS.items():
             mine = ranks[mesh.get_rank()]
-            found = transport.all_reduce(mine.mT if shape else mine, op, members.begin(op))
+            found = transport.all_reduce(mine.mT if shape else mine, op, members.begin(op)).wait()
             expected = reduce(join, ranks) / (mesh.size() if op == "avg" else 1)
             rtol, atol = (1e-5, 1e-6) if isinstance(transport, Native) or mine.nbytes > messages.LARGE else (0.0, 0.0)
             right.append(
                 torch.allclose(found, expected.mT if shape else expected, rtol=rtol, atol=atol, equal_nan=True)
             )
-        count = transport.all_reduce(torch.tensor(mesh.get_rank() + 1), "sum", members.begin("count"))
+        first = transport.all_reduce(ranks[0], "max", members.begin("max"))
+        count = transport.all_reduce(torch.tensor(mesh.get_rank() + 1), "sum", members.begin("count")).wait()
         right.append(int(count) == mesh.size() * (mesh.size() + 1) // 2)
+        right.append(first.wait().equal(ranks[0]))  # what starts first may be waited for last
     return right
 
 
@@ -174,7 +176,7 @@ def narrowly_reduced(make: Callable[[DeviceMesh], Transport], mesh: DeviceMesh) 
         size = 60000 if op == "avg" else 60000 / mesh.size()  # beyond float16: the sum of a mean, and of no sum
         ranks = [size * torch.rand(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.size())]
         given = [x.to(dtype) for x in ranks]
-        total = transport.all_reduce(given[mesh.get_rank()], op, members.begin(op))
+        total = transport.all_reduce(given[mesh.get_rank()], op, members.begin(op)).wait()
         exact = torch.stack(given).double().sum(0) / (mesh.size() if op == "avg" else 1)
         assert total.dtype == dtype
         torch.testing.assert_close(total.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=0)
@@ -190,7 +192,7 @@ def reduced_beside_a_gather(mesh: DeviceMesh) -> bool:
         return transport.all_gather(torch.full((3,), float(rank)), members.begin("gather"))
 
     early = gather() if rank == 0 else None
-    total = transport.all_reduce(torch.ones(2), "sum", members.begin("sum"))
+    total = transport.all_reduce(torch.ones(2), "sum", members.begin("sum")).wait()
     full = (early or gather()).wait()
     return total.tolist() == 2 * [mesh.size()] and full.view(-1, 3)[:, 0].tolist() == list(range(mesh.size()))
 
@@ -261,7 +263,7 @@ def test_a_gather_is_what_blocks_were(outcomes: dict[str, list[Outcome]], name: 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_reduction_is_that_of_all_ranks(outcomes: dict[str, list[Outcome]], name: str) -> None:
     for right in values(outcomes[f"reduced {name}"]):
-        assert all(right) and len(right) == 15
+        assert all(right) and len(right) == 18
 
 
 def test_an_all_reduce_does_not_wait_for_gathers_on_the_backend(outcomes: dict[str, list[Outcome]]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import FzeroError, optim, passes, tree
-from fzero.variants.diloco import diloco
+from fzero import FzeroError, ops, optim, passes, tree
+from fzero.variants.means import start_mean
 from fzero.variants.streaming_diloco import plan_step, streaming_diloco
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -53,37 +53,52 @@ def train(rewrites: list[Any]) -> tuple[Any, list[int]]:
 
 
 def test_fragments_are_those_of_the_definition() -> None:
-    """Two fragments, each sent in every fourth step and taken one step later, of two workers beside two plain loops."""
-    plans = [plan_step(number, every=4, fragments=2, delay=1) for number in range(6)]
+    """Two fragments, each sent in every fourth step and taken behind the next one, of two workers beside two plain
+    loops."""
+    plans = [plan_step(number, every=4, fragments=2, delay=2) for number in range(7)]
     assert [(x["sends"], x["takes"]) for x in plans] == [
-        ([], []), ([1], []), ([], [1]), ([0], []), ([], [0]), ([1], []),
+        ([], []), ([], []), ([1], []), ([], [1]), ([0], []), ([], [0]), ([1], []),
     ]  # fmt: skip
-    got, moved = train([partial(streaming_diloco, mix=0.25, **plan) for plan in plans[:5]])
+    got, moved = train([partial(streaming_diloco, mix=0.25, **plan) for plan in plans[:6]])
     slices = 4 * 32  # the most that a rank has of 36 elements
-    assert moved == [0, slices, 0, slices, 0]
+    assert moved == [0, 0, slices, 0, slices, 0]
+    close_to_loops(got, plans[:6], mix=0.25)
+
+
+def test_a_fragment_may_be_taken_behind_the_step_that_sends_it() -> None:
+    plans = [plan_step(number, every=2, fragments=1, delay=1) for number in range(4)]
+    assert [(x["sends"], x["takes"]) for x in plans] == [([], []), ([], []), ([0], [0]), ([], [])]
+    close_to_loops(train([partial(streaming_diloco, mix=0.5, **plan) for plan in plans])[0], plans, mix=0.5)
+
+
+def close_to_loops(got: Any, plans: list[dict[str, Any]], mix: float) -> None:
+    """Check the weights that workers share against those of two plain loops, with "a" and "b" as fragments in turn."""
     shared, momentum, mean = weights(), tree.map(torch.zeros_like, weights()), dict[str, Tensor]()
     workers = [weights() for _ in range(2)]
-    for number, plan in enumerate(plans[:5]):
+    for number, plan in enumerate(plans):
+        sent = [name for at, name in enumerate("ab") if at % plan["fragments"] in plan["sends"]]
+        mean |= {name: torch.stack([each[name]["w"] for each in workers]).mean(0) for name in sent}
         workers = [train_step(each, x) for each, x in zip(workers, batch_of(number).chunk(2))]
-        for name, fragment in (("a", 0), ("b", 1)):
-            if fragment in plan["sends"]:
-                mean[name] = torch.stack([each[name]["w"] for each in workers]).mean(0)
-            if fragment in plan["takes"]:
-                distance = shared[name]["w"] - mean[name]
-                momentum[name]["w"] = 0.9 * momentum[name]["w"] + distance
-                shared[name]["w"] = shared[name]["w"] - 0.7 * (distance + 0.9 * momentum[name]["w"])
-                for each in workers:
-                    each[name]["w"] = 0.25 * each[name]["w"] + 0.75 * shared[name]["w"]
+        for name in (name for at, name in enumerate("ab") if at % plan["fragments"] in plan["takes"]):
+            distance = shared[name]["w"] - mean[name]
+            momentum[name]["w"] = 0.9 * momentum[name]["w"] + distance
+            shared[name]["w"] = shared[name]["w"] - 0.7 * (distance + 0.9 * momentum[name]["w"])
+            for each in workers:
+                each[name]["w"] = mix * each[name]["w"] + (1 - mix) * shared[name]["w"]
     for a, b in zip(tree.leaves(got), tree.leaves(shared)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_without_delay_and_mixture_it_is_diloco() -> None:
-    plans = [plan_step(number, every=2, fragments=1, delay=0) for number in range(4)]
-    got, _ = train([partial(streaming_diloco, mix=0.0, **plan) for plan in plans])
-    expected, _ = train([partial(diloco, syncs=bool(plan["sends"])) for plan in plans])
-    for a, b in zip(tree.leaves(got), tree.leaves(expected)):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_fragment_travels_while_the_step_computes(stage: int) -> None:
+    """Its mean starts in front of the first matrix product, and what waits for it stands behind that."""
+    rewrite = partial(streaming_diloco, sends=[0], takes=[0], fragments=1)
+    chosen = passes.insert(passes.defaults(stage=stage), rewrite, before="bucket")
+    program = fzero.simulate(train_step, MESH, passes=chosen).trace(fzero.partition(weights(), MESH), batch_of(0))
+    nodes, starts = list(program.graph.nodes), program.find(start_mean)
+    assert [len(ops.BucketMove(*node.args[:4]).leaves) for node in starts] == [1, 1]
+    first, waits = program.find(torch.ops.aten.mm.default)[0], [user for node in starts for user in node.users]
+    assert max(map(nodes.index, starts)) < nodes.index(first) < min(map(nodes.index, waits))
 
 
 def test_options_out_of_range_are_refused_by_name() -> None:
@@ -103,5 +118,7 @@ def test_options_out_of_range_are_refused_by_name() -> None:
             streaming_diloco(None, **given)  # type: ignore
     with pytest.raises(FzeroError, match="pass 'streaming_diloco': has fragments=0; give a whole number from 1"):
         plan_step(0, every=4, fragments=0, delay=1)
-    with pytest.raises(FzeroError, match="pass 'streaming_diloco': has delay=4; give a number of steps below every=4"):
-        plan_step(0, every=4, fragments=2, delay=4)
+    with pytest.raises(
+        FzeroError, match="pass 'streaming_diloco': has delay=5; give a number of steps from 1 to every=4"
+    ):
+        plan_step(0, every=4, fragments=2, delay=5)

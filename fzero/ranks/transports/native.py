@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports.pending import Pending, Splits
-from fzero.ranks.transports.reduction import OPS, is_extreme, reduce_extreme
+from fzero.ranks.transports.reduction import OPS, pack_reduced, unpack_reduced
 
 
 class Native:
@@ -63,16 +62,11 @@ class Native:
             work = dist.all_to_all_single(out, blocks, taken, given, group=self.scatters, async_op=True)
         return Pending(attempt, [work.wait], lambda: out)
 
-    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
-        if is_extreme(x, op):
-            return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
-        result = x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
-        self._reduce_(result, op, attempt)
-        return result.to(x.dtype)
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Pending:
+        total, dtype = pack_reduced(x, op), x.dtype
+        with attempt:
+            work: Any = dist.all_reduce(total, OPS[op], group=self.scatters, async_op=True)
+        return Pending(attempt, [work.wait], lambda: unpack_reduced(total, op, dtype))
 
     def settle(self) -> None:
         pass
-
-    def _reduce_(self, x: Tensor, op: str, attempt: Attempt) -> None:
-        with attempt:
-            dist.all_reduce(x, OPS[op], group=self.scatters)

@@ -74,8 +74,8 @@ class Transport(Protocol):
         `splits` has their sizes.
         """
 
-    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
-        """The "sum", "avg", "max" or "min" of `x` over ranks, elementwise, in a new tensor."""
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Pending:
+        """Start to take the "sum", "avg", "max" or "min" of `x` over ranks, elementwise, in a new tensor."""
 
     def settle(self) -> None:
         """Wait until no rank reads this rank's memory any more for collectives that this rank has waited for.

@@ -7,16 +7,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import TAG, Attempt
 from fzero.ranks.transports.pending import Pending, Splits
-from fzero.ranks.transports.reduction import OPS, PIECE, average_, is_extreme, reduce, reduce_extreme
+from fzero.ranks.transports.reduction import OPS, PIECE, average_, pack_reduced, reduce, unpack_reduced
 
 Messages = Mapping[int, Sequence[Tensor]]
 """For each peer, the tensors to send or to receive, in order, each contiguous."""
@@ -62,16 +60,24 @@ class PointToPoint:
         taken[self.rank].copy_(given[self.rank])
         return Pending(attempt, waits, lambda: out)
 
-    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Pending:
+        shape, dtype = x.shape, x.dtype
         if x.nbytes <= self.large:
-            full = self.all_gather(buffers.flatten(x), attempt).wait()
-            self.settle()  # the caller may change `x` now
-            return reduce(full.view(self.world, x.numel()).unbind(), op).view(x.shape)
-        if is_extreme(x, op):
-            return reduce_extreme(x, op, partial(self._reduce_, attempt=attempt))
-        result = x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
-        self._reduce_(result, "sum" if op == "avg" else op, attempt)
-        return (result.div_(self.world) if op == "avg" else result).to(x.dtype)
+            gather = self.all_gather(buffers.flatten(x), attempt)
+
+            def add_up() -> Tensor:
+                full = gather.wait()
+                self.settle()  # the caller may change `x` now
+                return reduce(full.view(self.world, shape.numel()).unbind(), op).view(shape)
+
+            return Pending(attempt, [], add_up)
+        total = pack_reduced(x, op)
+        with attempt:
+            work: Any = dist.all_reduce(total, OPS["sum" if op == "avg" else op], group=self.group, async_op=True)
+        waits: list[Callable[[], Any]] = [partial(work.wait, self.timeout)]
+        if op == "avg":
+            waits.append(partial(total.div_, self.world))
+        return Pending(attempt, waits, partial(unpack_reduced, total, op, dtype))
 
     def settle(self) -> None:
         pass
@@ -108,8 +114,3 @@ class PointToPoint:
                 if tensor.numel()
             ]
         return [partial(work.wait, self.timeout) for work in works]
-
-    def _reduce_(self, x: Tensor, op: str, attempt: Attempt) -> None:
-        with attempt:
-            reduced: Any = dist.all_reduce(x, OPS[op], group=self.group, async_op=True)
-            reduced.wait(self.timeout)

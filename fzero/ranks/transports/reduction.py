@@ -52,20 +52,24 @@ def average_(first: Tensor, others: Iterable[Tensor], world: int) -> None:
     first.copy_(divide_(total, world))
 
 
-def is_extreme(x: Tensor, op: str) -> bool:
+def _is_extreme(dtype: torch.dtype, op: str) -> bool:
     """Whether backends treat nan differently in this reduction: a max or min of floating-point numbers."""
-    return op in ("max", "min") and x.is_floating_point()
+    return op in ("max", "min") and dtype.is_floating_point
 
 
-def reduce_extreme(x: Tensor, op: str, reduce_: Callable[[Tensor, str], None]) -> Tensor:
-    """The elementwise "max" or "min" over ranks, nan where any rank has nan. Nans travel as a second row of numbers.
-
-    `reduce_(pair, op)` reduces a tensor over ranks in place.
-    """
+def pack_reduced(x: Tensor, op: str) -> Tensor:
+    """A new tensor that a backend may reduce over ranks in place of `x`. float16 and bfloat16 travel as float32, and
+    nans of a "max" or "min" as a second row of numbers."""
+    if not _is_extreme(x.dtype, op):
+        return x.to(accumulator(x.dtype), memory_format=torch.contiguous_format, copy=True)
     sign = 1 if op == "max" else -1
-    pair = torch.stack([x.nan_to_num(-sign * math.inf, math.inf, -math.inf), sign * x.isnan().to(x.dtype)])
-    reduce_(pair, op)
-    return torch.where(pair[1] != 0, math.nan, pair[0])
+    return torch.stack([x.nan_to_num(-sign * math.inf, math.inf, -math.inf), sign * x.isnan().to(x.dtype)])
+
+
+def unpack_reduced(total: Tensor, op: str, dtype: torch.dtype) -> Tensor:
+    """The reduction of tensors of this dtype, from that of what `pack_reduced` makes of them. A "max" or "min" is nan
+    where any rank has nan."""
+    return torch.where(total[1] != 0, math.nan, total[0]) if _is_extreme(dtype, op) else total.to(dtype)
 
 
 def divide_(total: Tensor, world: int) -> Tensor:
