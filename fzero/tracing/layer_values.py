@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,15 @@ class Operands:
     Operands of equal `key` may take each other's place.
 
     Raises:
-        Unknown: where a layer is given anything but traced tensors and plain values.
+        Unknown: where a layer is given anything but traced tensors and plain values, and trees of them. A cache is an
+            object, which a layer may change where its children do not show it.
     """
 
     def __init__(self, repeats: Repeats, call: LayerCall) -> None:
         self.layer = call.list_layers()[call.at]
-        self._leaves, self._treedef = tree.flatten((list(call.args), call.kwargs))
+        if tree.find((call.args, call.kwargs), _has_attributes):
+            raise Unknown
+        self._leaves, self._treedef = tree.flatten((call.args, call.kwargs))
         self._owners = [(part, name) for part in self.layer.modules() for name in part._parameters]
         parameters = [part._parameters[name] for part, name in self._owners]
         given = [x for x in (*self._leaves, *parameters) if isinstance(x, Tensor)]
@@ -58,23 +61,55 @@ class Operands:
         """The tensors that autograd follows."""
         return [self.tensors[i] for i in self.followed]
 
-    def is_kept(self, call: LayerCall) -> bool:
-        """Whether the lists and dicts among the arguments hold what they held."""
-        leaves, treedef = tree.flatten((list(call.args), call.kwargs))
-        return bool(treedef == self._treedef and all(map(operator.is_, leaves, self._leaves)))
-
     @contextmanager
-    def replace(self, entered: Sequence[Tensor]) -> Iterator[tuple[Any, Any]]:
-        """The arguments with other tensors for those that autograd follows, which the layer has as parameters, too."""
+    def replace(self, call: LayerCall, entered: Sequence[Tensor]) -> Iterator[_Given]:
+        """The arguments with other tensors for those that autograd follows, which the layer has as parameters, too.
+        Lists and dicts without such tensors stay the same objects: the layer may write into them."""
         new = {id(self.tensors[i]): x for i, x in zip(self.followed, entered)}
         before: list[Any] = [part._parameters[name] for part, name in self._owners]
+
+        def put(x: Any) -> Any:
+            leaves, treedef = tree.flatten(x)
+            is_same = not any(id(leaf) in new for leaf in leaves)
+            return x if is_same else tree.unflatten(treedef, [new.get(id(leaf), leaf) for leaf in leaves])
+
+        args, kwargs = tuple(map(put, call.args)), {name: put(x) for name, x in call.kwargs.items()}
         try:
             for (part, name), x in zip(self._owners, before):
                 part._parameters[name] = new.get(id(x), x)
-            yield tree.unflatten(self._treedef, [new.get(id(x), x) for x in self._leaves])
+            yield _Given(call, args, kwargs, new)
         finally:
             for (part, name), x in zip(self._owners, before):
                 part._parameters[name] = x
+
+
+class _Given:
+    """The arguments with which a layer runs in the place of those of a `call`. `new`: `id` of a tensor of the call ->
+    the tensor in its place."""
+
+    def __init__(
+        self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any], new: Mapping[int, Tensor]
+    ) -> None:
+        self._call, self.args, self.kwargs, self._new = call, args, kwargs, new
+        self._before = tree.flatten((args, kwargs))
+
+    def is_kept(self) -> bool:
+        """Whether the lists and dicts among the arguments hold what they held."""
+        return self._holds(*self._before)
+
+    def reaches_call(self) -> bool:
+        """Whether what the layer wrote into lists and dicts is in those of the call, too."""
+        leaves, treedef = tree.flatten((self._call.args, self._call.kwargs))
+        return self._holds([self._new.get(id(x), x) for x in leaves], treedef)
+
+    def _holds(self, leaves: list[Any], treedef: Any) -> bool:
+        held, structure = tree.flatten((self.args, self.kwargs))
+        return bool(structure == treedef and all(map(operator.is_, held, leaves)))
+
+
+def _has_attributes(x: Any) -> bool:
+    """Whether an argument is an object with attributes: no tensor, no plain value and no container of Python."""
+    return hasattr(x, "__dict__") and not isinstance(x, (Tensor, Mapping)) and type(x) not in _PLAIN
 
 
 class LayerResults:

@@ -123,7 +123,7 @@ class Layers:
     def call_layer(self, call: LayerCall) -> Any:
         """What the call of a layer returns: it runs, or is copied."""
         mark = current_mark()
-        if self._is_inside or self._given_up[call.layers] == MOST or mark.in_backward or not may_be_loop():
+        if self._is_inside or self._given_up[call.layers] >= MOST or mark.in_backward or not may_be_loop():
             return call.forward(*call.args, **call.kwargs)
         try:
             operands = Operands(self.repeats, call)
@@ -159,20 +159,24 @@ class Layers:
         contents.add(operands.layer)
         self._is_inside = True
         try:
-            with operands.replace(entered) as (args, kwargs), ExitStack() as stack:
+            with operands.replace(call, entered) as given, ExitStack() as stack:
                 if known is None:
                     list_read = stack.enter_context(watch_attributes(operands.layer, attributes))
                     stack.enter_context(surroundings.record())
-                returned = call.forward(*args, **kwargs)
+                returned = call.forward(*given.args, **given.kwargs)
         finally:
             self._is_inside = False
         try:
             if any(x._backward_hooks for x in entered):  # which would run at another place in the backward pass
                 raise self._refuse()
+            if not given.is_kept():
+                self._given_up[call.layers] = MOST
+                if known is not None or not given.reaches_call():
+                    raise self._refuse()
+                raise Uncopied("changes its arguments")
             part = self._take(last, run, run.nodes, "forward")
             results = LayerResults(self.repeats, returned, part)
-            is_more = before != self._count() or not operands.is_kept(call)
-            if is_more or not contents.is_same():
+            if before != self._count() or not contents.is_same():
                 raise Uncopied("does more than to compute")
             if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
                 raise Uncopied("differentiates by what it captures")

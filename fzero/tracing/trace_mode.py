@@ -17,10 +17,12 @@ from fzero.base.torch_private import (
     DispatchMode,
     FakeTensor,
     has_known_value,
+    no_dispatch,
     no_functions,
     overload_name,
 )
 from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_python
+from fzero.base.torch_private_traces import has_open_sizes
 from fzero.base.user_line import current_user_line
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
@@ -36,6 +38,8 @@ _UNLIKE_TRACED = frozenset(
     getattr(_aten, f"{name}_backward").default for name in ("softplus", "hardsigmoid", "hardswish", "hardtanh", "logit")
 )
 """Operations whose results have other strides than torch says while it traces, where operands have unlike strides."""
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+"""Operations to which torch gives other strides along dimensions of size 1 while it traces."""
 
 
 class TraceMode(DispatchMode):
@@ -106,9 +110,26 @@ class TraceMode(DispatchMode):
                 raise
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")
+        if func in _VIEWS:
+            _correct_strides(args[0], result, self._repeats.find_last())
         if call is not None:
             self._repeats.learn(call, last, result)
         return result
+
+
+def _correct_strides(x: Tensor, view: Tensor, node: Any) -> None:
+    """Give a traced view of `x`, and the value of its node, the strides that it has when the program runs.
+
+    Along a dimension of size 1 any stride is right, but padding takes its memory format from it. So the strides of
+    later tensors follow from it, and whether a reshape of them is a view.
+    """
+    if 1 not in view.shape or has_open_sizes(x) or has_open_sizes(view) or x.is_contiguous():
+        return
+    with no_functions(), no_dispatch():
+        stride = torch.empty_strided(x.shape, x.stride(), device="meta").view(view.shape).stride()
+        if stride != view.stride():
+            for each in (view, node.meta["val"]):
+                each.as_strided_(view.shape, stride, view.storage_offset())
 
 
 def _forget_constant(arg: Any) -> Any:

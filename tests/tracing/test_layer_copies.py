@@ -33,8 +33,11 @@ class Block(nn.Module):
         self.index, self.do = index, do
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return x + self.linear(self.do(self, self.norm(x))) * scale
+    def forward(self, x: Tensor, scale: float = 1.0, notes: Any = None) -> Tensor:
+        x = x + self.linear(self.do(self, self.norm(x))) * scale
+        if notes is not None:
+            notes.append(x.mean())
+        return x
 
 
 class Model(nn.Module):
@@ -141,6 +144,32 @@ def write_output(model: Any, x: Tensor) -> Tensor:
     for layer in model.layers:
         x = layer(x).add_(1.0)
     return x
+
+
+class Notes:
+    """A tree that does not show what it notes, as a layer of a cache does not show what it writes later."""
+
+    def __init__(self, shown: Tensor) -> None:
+        self.shown, self.noted = shown, list[Tensor]()
+
+    def append(self, x: Tensor) -> None:
+        self.noted.append(x)
+
+
+torch.utils._pytree.register_pytree_node(Notes, lambda x: ([x.shown], None), lambda shown, _: Notes(*shown))
+
+
+def note_in(make: Callable[[Tensor], Any], read: Callable[[Any], list[Tensor]]) -> Callable[[Any, Tensor], Tensor]:
+    """Each layer notes its mean in an object that it is given."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        notes = make(x)
+        for layer in model.layers:
+            x = layer(x, notes=notes)
+        assert len(read(notes)) == LAYERS
+        return x * torch.stack(read(notes)).sum()
+
+    return run
 
 
 def skip(model: Any, x: Tensor) -> Tensor:
@@ -267,6 +296,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "values that leave": (0, {"do": append, "run": add_seen}),
     "the value of the layer before": (0, {"do": read_last, "run": forget_last}),
     "a write to what comes out": (0, {"run": write_output}),
+    "a list that layers write into": (0, {"run": note_in(lambda x: [], lambda notes: notes)}),
+    "a list with a value that has a gradient": (0, {"run": note_in(lambda x: [x], lambda notes: notes[1:])}),
+    "an object that layers write into": (0, {"run": note_in(Notes, lambda notes: notes.noted)}),
     "a skip around each layer": (0, {"run": skip}),
     "a value that all layers share": (0, {"run": share}),
     "a tied leaf": (0, {"change": tie}),

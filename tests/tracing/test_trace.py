@@ -59,6 +59,17 @@ def test_gradients_of_other_strides_go_through_activations_whose_strides_torch_m
     torch.testing.assert_close(fzero.unpartition(made), step(w, x))
 
 
+def test_views_have_the_strides_that_torch_mistakes_along_dimensions_of_size_1() -> None:
+    """torch says while it traces that padding gives channels last, and that the reshape is a view."""
+
+    def step(x: Tensor) -> Tensor:
+        y = x[:, :, :1].transpose(1, 2).view(3, 1, 8, 8)
+        return F.pad(y, (0, 0, 0, 0, 0, 3)).permute(0, 2, 3, 1).reshape(192, 4)
+
+    x = torch.rand(3, 64, 4)
+    assert torch.equal(fzero.simulate(step, VirtualMesh(fsdp=1))(x), step(x))
+
+
 def test_arguments_are_state_by_bucket_and_leaf_or_batch() -> None:
     program = on_layer(lambda p, x: x).trace()
     assert program.arguments == (
