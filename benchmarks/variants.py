@@ -48,6 +48,7 @@ from fzero.variants.qgz import qgz
 from fzero.variants.sign_scatter import sign_scatter
 from fzero.variants.streaming_diloco import plan_step, streaming_diloco
 from fzero.variants.topk_scatter import topk_scatter
+from fzero.variants.two_hop_scatter import two_hop_scatter
 from fzero.variants.zeropp import zeropp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -64,7 +65,7 @@ NOISE = 1e-2  # of each initial weight of the control
 class Variant(NamedTuple):
     """A pass, the pass that it stands in front of, and how many ranks there are along "replica". With `nodes` above 1
     state lies along "node" and "local". `plan(n)` gives the pass of step `n` instead; its passes repeat after `every`
-    steps."""
+    steps. `b2` is Adam's."""
 
     rewrite: Pass | None = None
     before: str = "prefetch"
@@ -72,6 +73,7 @@ class Variant(NamedTuple):
     nodes: int = 1
     every: int = 1
     plan: Callable[[int], Pass] | None = None
+    b2: float = 0.95
 
     def rewrite_of(self, number: int) -> Pass | None:
         """The pass of the step of this number, which counts from 0."""
@@ -95,6 +97,7 @@ VARIANTS = {
     "fp8_gather": Variant(fp8_gather),
     "hpz": Variant(hpz, "offload", nodes=2),
     "mics": Variant(mics, nodes=2),
+    "two_hop_scatter": Variant(two_hop_scatter, nodes=2),
     "qgz": Variant(qgz, nodes=2),
     "zeropp": Variant(zeropp, "offload", nodes=2),
     "bf16_scatter": Variant(bf16_scatter),
@@ -144,7 +147,7 @@ def train(
     params, apply = fzero.lower(GPT(CONFIG))
     params = fzero.tree.map(lambda p: p * (1 + noise * torch.randn(p.shape)), params)
     rate = fzero.optim.warmup_cosine_decay_schedule(0.0, RATE, steps // 10, steps, RATE / 10)
-    optimizer = fzero.optim.adamw(rate, b2=0.95, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim > 1)
+    optimizer = fzero.optim.adamw(rate, b2=variant.b2, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim > 1)
 
     def loss_fn(params: Any, batch: corpus.Batch) -> Tensor:
         return cross_entropy(apply(params, batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
