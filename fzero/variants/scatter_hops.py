@@ -15,7 +15,7 @@ from fzero.variants.model_axes import list_replicas
 
 def define_scatter(name: str, codes: Codes) -> Any:
     """An operation like `ops.reduce_scatter` that moves such codes in two hops."""
-    rules = {"perform": _perform, "moves": _list_moves, "scratch": _find_scratch}
+    rules: dict[str, Any] = {"perform": _perform, "moves": _list_moves, "scratch": _find_scratch}
     return ops.define(name, like=ops.reduce_scatter, **{rule: partial(made, codes) for rule, made in rules.items()})
 
 
