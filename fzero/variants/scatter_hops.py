@@ -15,8 +15,9 @@ from fzero.variants.model_axes import list_replicas
 
 def define_scatter(name: str, codes: Codes) -> Any:
     """An operation like `ops.reduce_scatter` that moves such codes in two hops."""
-    rules: dict[str, Any] = {"perform": _perform, "moves": _list_moves, "scratch": _find_scratch}
-    return ops.define(name, like=ops.reduce_scatter, **{rule: partial(made, codes) for rule, made in rules.items()})
+    rules: Any = _perform, _list_moves, _find_scratch
+    perform, moves, scratch = (partial(rule, codes) for rule in rules)
+    return ops.define(name, like=ops.reduce_scatter, perform=perform, moves=moves, scratch=scratch)
 
 
 def _perform(by: Codes, program: Program, node: Any, rank: Any) -> Callable[..., Any]:
