@@ -234,7 +234,8 @@ def draw(path: Path, results: dict[str, Any]) -> None:
         gaps.plot([100 * (a / b - 1) for a, b in zip(curve, curves["exact"])], **style)
     losses.set(ylabel="loss", yscale="log", title=f"{results['ranks']} virtual ranks, stage {results['stage']}")
     gaps.set(ylabel="gap to exact, %", xlabel="step", yscale="symlog")
-    losses.set_ylim(top=1.1 * max(curves["exact"]))  # what diverges leaves the picture
+    losses.set_ylim(0.8 * min(curves["exact"]), 1.1 * max(curves["exact"]))  # what diverges leaves the picture
+    gaps.set_ylim(-30, 30)
     for axis, minor in ((losses.yaxis, "{x:g}"), (gaps.yaxis, "")):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(minor)
