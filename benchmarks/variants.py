@@ -48,6 +48,7 @@ from fzero.variants.qgz import qgz
 from fzero.variants.sign_scatter import sign_scatter
 from fzero.variants.streaming_diloco import plan_step, streaming_diloco
 from fzero.variants.topk_scatter import topk_scatter
+from fzero.variants.two_hop_scatter import two_hop_scatter
 from fzero.variants.zeropp import zeropp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -95,6 +96,7 @@ VARIANTS = {
     "fp8_gather": Variant(fp8_gather),
     "hpz": Variant(hpz, "offload", nodes=2),
     "mics": Variant(mics, nodes=2),
+    "two_hop_scatter": Variant(two_hop_scatter, nodes=2),
     "qgz": Variant(qgz, nodes=2),
     "zeropp": Variant(zeropp, "offload", nodes=2),
     "bf16_scatter": Variant(bf16_scatter),
@@ -109,8 +111,8 @@ VARIANTS = {
         None, "bucket", 2, every=20, plan=partial(meet, rate=1, momentum=0)
     ),
     "streaming_diloco, every 20 steps": Variant(None, "bucket", 2, every=20, plan=stream),
-    "ademamix, warmup=0": Variant(ademamix, "bucket"),
-    "ademamix, warmup=2000": Variant(partial(ademamix, warmup=2000), "bucket"),
+    "ademamix, b3=0.9999, warmup=2000": Variant(partial(ademamix, warmup=2000), "bucket"),
+    "ademamix, b3=0.99, warmup=2000": Variant(partial(ademamix, b3=0.99, warmup=2000), "bucket"),
 }
 
 
@@ -232,6 +234,8 @@ def draw(path: Path, results: dict[str, Any]) -> None:
         gaps.plot([100 * (a / b - 1) for a, b in zip(curve, curves["exact"])], **style)
     losses.set(ylabel="loss", yscale="log", title=f"{results['ranks']} virtual ranks, stage {results['stage']}")
     gaps.set(ylabel="gap to exact, %", xlabel="step", yscale="symlog")
+    losses.set_ylim(0.8 * min(curves["exact"]), 1.1 * max(curves["exact"]))  # what diverges leaves the picture
+    gaps.set_ylim(-30, 30)
     for axis, minor in ((losses.yaxis, "{x:g}"), (gaps.yaxis, "")):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(minor)

@@ -27,9 +27,13 @@ def release(program: Program, *, stage: int, keep: Collection[str] = ()) -> Prog
     layers at once.
 
     Raises:
-        FzeroError: for a stage other than 0, 1, 2 or 3; at stage 0 for a leaf of which ranks hold slices.
+        FzeroError: for a stage other than 0, 1, 2 or 3; at stage 0 for a leaf of which ranks hold slices; where `keep`
+            is one name, such as that of an axis.
     """
     check_stage(stage)
+    if isinstance(keep, str):
+        way_out = "give a set of buckets; for a copy inside of a node insert the pass fzero.variants.hpz"
+        raise FzeroError("keep", f"is {keep!r}", way_out)
     if stage == 0:
         _check_whole(program)
     program = program.take()

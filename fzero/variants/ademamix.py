@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 
 def ademamix(program: Program, *, b3: float = 0.9999, alpha: float = 8.0, warmup: int = 0) -> Program:
-    """Add the slow average of gradients to each update of `fzero.optim.adam` or `adamw`. In `warmup` steps alpha grows
-    from 0, and b3 from Adam's b1, as in the paper. The place is in front of the pass bucket.
+    """Add the slow average of gradients to each update of `fzero.optim.adam` or `adamw`, in front of the pass bucket.
+    In `warmup` steps alpha grows from 0, and b3 from Adam's b1. Let 1 / (1 - b3) steps be a small part of the run.
 
     Raises:
         FzeroError: for a b3 that is not in (0, 1), an alpha below 0, a negative warmup; where the step has no Adam.

@@ -19,7 +19,7 @@ def bf16_scatter(program: Program) -> Program:
     rank's gradient changes by more than 1/256 of itself. No state, so that loops may scatter.
 
     Raises:
-        FzeroError: on a mesh with model axes, and where nothing is scattered.
+        FzeroError: where nothing is scattered.
     """
     return compress_scatters(program, "bf16_scatter", BF16, keeps=False)
 

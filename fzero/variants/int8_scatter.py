@@ -20,7 +20,7 @@ def int8_scatter(program: Program) -> Program:
     rank's gradient changes by more than 1/254 of the largest element in its block, and a rank sends the rest later.
 
     Raises:
-        FzeroError: on a mesh with model axes, where nothing is scattered, and where a loop scatters.
+        FzeroError: where nothing is scattered, and where a loop of microbatches scatters in each turn.
     """
     return compress_scatters(program, "int8_scatter", INT8)
 

@@ -31,8 +31,8 @@ def loco_scatter(program: Program, *, beta: float = 0.8, period: int = 1024) -> 
     beta times the old average and 1 - beta times the new error, which is zero again after each `period` of steps.
 
     Raises:
-        FzeroError: for a beta that is not in [0, 1), or a period below 1; on a mesh with model axes, where nothing is
-            scattered, and where a loop scatters.
+        FzeroError: for a beta that is not in [0, 1), or a period below 1; where nothing is scattered, and
+            where a loop of microbatches scatters in each turn.
     """
     check_option("loco_scatter", "beta", beta, 0 <= beta < 1, "a part of the average to keep, as 0.8")
     check_option("loco_scatter", "period", period, isinstance(period, int) and period >= 1, "a whole number from 1")

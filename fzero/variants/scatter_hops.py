@@ -1,60 +1,53 @@
-"""The scatter of a bucket as 4-bit integers in two hops: over the inner axis that state lies along, then the outer."""
+"""The scatter of a bucket in two hops: over the inner axis that state lies along, then over the outer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fzero import Program, ops
+from fzero.variants.codes import Codes, find_sum_dtype
 from fzero.variants.model_axes import list_replicas
-from fzero.variants.quantization import count_nibbles, dequantize_4_bits, quantize_to_4_bits
 
 
-def _pack(fulls: Sequence[Tensor], along: Any, nodes: int) -> Tensor:
-    """[L * n * B] the codes of each rank's block, ordered by the position inside of a node first."""
-    rows = ops.pack_leaves(fulls, along).float().view(nodes, -1, along.stride).transpose(0, 1)  # [L, n, S]
-    return quantize_to_4_bits(rows.reshape(-1, along.stride)).view(-1)
+def define_scatter(name: str, codes: Codes) -> Any:
+    """An operation like `ops.reduce_scatter` that moves such codes in two hops."""
+    rules: Any = _perform, _list_moves, _find_scratch
+    perform, moves, scratch = (partial(rule, codes) for rule in rules)
+    return ops.define(name, like=ops.reduce_scatter, perform=perform, moves=moves, scratch=scratch)
 
 
-def _take_mean(received: Tensor, count: int, numel: int) -> Tensor:
-    """[rows, S] the mean of what `count` ranks sent: of each of them as many rows of codes."""
-    return dequantize_4_bits(received.view(-1, count_nibbles(numel)), numel).view(count, -1, numel).mean(0)
-
-
-def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
+def _perform(by: Codes, program: Program, node: Any, rank: Any) -> Callable[..., Any]:
     along, over = program.wire_of(node), list_replicas(program, node.args[1], node.kwargs.get("replicas", True))
-    (outer, inner), what = program.mesh.shard_axes, f"qgz of {node.args[1]}"
-    nodes, inside = (program.mesh.size(axis) for axis in (outer, inner))
+    (outer, inner), what = program.mesh.shard_axes, f"{ops.record(node).name} of {node.args[1]}"
+    nodes, inside, dtype = program.mesh.size(outer), program.mesh.size(inner), node.meta["val"].dtype
 
-    def run(fulls: list[Tensor], bucket: str, leaves: Any, numel: int, **_: Any) -> Any:
-        received = yield ops.AllToAll(f"{what} over {inner}", inner, _pack(fulls, along, nodes))
-        packed = quantize_to_4_bits(_take_mean(received, inside, numel)).view(-1)  # [n * B]
+    def run(fulls: list[Any], bucket: str, leaves: Any, numel: int, **_: Any) -> Any:
+        received = yield ops.AllToAll(f"{what} over {inner}", inner, by.pack(fulls, along, nodes))
+        packed = by.encode(by.take_mean(received, inside, numel), dtype).view(-1)  # [n * B]
         received = yield ops.AllToAll(f"{what} over {outer}", outer, packed)
-        block = _take_mean(received, nodes, numel).view(-1) / along.layout.splits  # [S]
-        return ((yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block).to(fulls[0].dtype)
+        block = by.take_mean(received, nodes, numel).view(-1) / along.layout.splits  # [S]
+        return ((yield ops.AllReduce(f"{what} over {over}", over, block, "avg")) if over else block).to(dtype)
 
     return run
 
 
-def _list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
-    move, (outer, inner) = ops.BucketMove(*node.args), program.mesh.shard_axes
-    size = program.mesh.size(outer) * count_nibbles(move.numel)
-    yield ops.Comm("all_to_all", inner, move.bucket, torch.uint8, program.mesh.size(inner) * size)
-    yield ops.Comm("all_to_all", outer, move.bucket, torch.uint8, size)
+def _list_moves(by: Codes, program: Program, node: Any) -> Iterator[ops.Comm]:
+    move, given, (outer, inner) = ops.BucketMove(*node.args), node.meta["val"].dtype, program.mesh.shard_axes
+    dtype, sums = by.dtype or given, torch.float32 if by.dtype else find_sum_dtype(given)
+    size = program.mesh.size(outer) * by.count(move.numel) * dtype.itemsize
+    yield ops.Comm("all_to_all", inner, move.bucket, dtype, program.mesh.size(inner) * size)
+    yield ops.Comm("all_to_all", outer, move.bucket, dtype, size)
     if over := list_replicas(program, move.bucket, node.kwargs.get("replicas", True)):
-        yield ops.Comm("all_reduce", over, move.bucket, torch.float32, 4 * move.numel)
+        yield ops.Comm("all_reduce", over, move.bucket, sums, sums.itemsize * move.numel)
 
 
-def _find_scratch(program: Program, node: Any) -> int:
+def _find_scratch(by: Codes, program: Program, node: Any) -> int:
     along, (nodes, inside) = program.wire_of(node), map(program.mesh.size, program.mesh.shard_axes)
-    packed = torch.empty(inside * nodes * count_nibbles(along.stride), dtype=torch.uint8, device="meta")
-    of_gradients = ops.measure_scratch(_pack, ops.BucketMove(*node.args).values, along, nodes)
-    return max(of_gradients, ops.measure_scratch(_take_mean, packed, inside, along.stride))
-
-
-scatter_in_two_hops = ops.define(
-    "scatter_in_two_hops", like=ops.reduce_scatter, perform=_perform, moves=_list_moves, scratch=_find_scratch
-)
+    received, dtype = inside * nodes * by.count(along.stride), by.dtype or node.meta["val"].dtype
+    of_gradients = ops.measure_scratch(by.pack, ops.BucketMove(*node.args).values, along, nodes)
+    packed = torch.empty(received, dtype=dtype, device="meta")
+    return max(of_gradients, ops.measure_scratch(by.take_mean, packed, inside, along.stride))

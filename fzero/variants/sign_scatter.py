@@ -21,7 +21,7 @@ def sign_scatter(program: Program) -> Program:
     of a block is at most as far from the block as zeros are; the rest it sends later. Padding counts in no scale.
 
     Raises:
-        FzeroError: on a mesh with model axes, where nothing is scattered, and where a loop scatters.
+        FzeroError: where nothing is scattered, and where a loop of microbatches scatters in each turn.
     """
     return compress_scatters(program, "sign_scatter", SIGN)
 

@@ -22,8 +22,8 @@ def topk_scatter(program: Program, *, density: float = 0.05) -> Program:
     float32. Elements that a rank sends are exact; the others it keeps. With density 1 all is exact, up to rounding.
 
     Raises:
-        FzeroError: for a density that is not in (0, 1]; on a mesh with model axes, where nothing is scattered, and
-            where a loop scatters.
+        FzeroError: for a density that is not in (0, 1]; where nothing is scattered, and where a loop of
+            microbatches scatters in each turn.
     """
     check_option("topk_scatter", "density", density, 0 < density <= 1, "a part of the elements, as 0.05")
     return compress_scatters(program, "topk_scatter", TOPK, (density,))

@@ -69,6 +69,12 @@ def test_other_stages_are_refused(stage: Any) -> None:
         release(differentiated(loss, layers(1), MESH).trace(), stage=stage)
 
 
+def test_the_name_of_an_axis_is_no_set_of_buckets() -> None:
+    """Its letters are names of no buckets, so that every bucket was gathered again over all ranks."""
+    with pytest.raises(FzeroError, match=r"keep: is 'local'; give a set .* insert the pass fzero\.variants\.hpz"):
+        release(differentiated(loss, layers(1), MESH).trace(), stage=3, keep="local")
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_gather_p_and_scatter_p(stage: int, world: int) -> None:

@@ -22,6 +22,7 @@ from fzero.variants.int8_scatter import INT8, int8_scatter
 from fzero.variants.mics import mics
 from fzero.variants.qgz import qgz
 from fzero.variants.topk_scatter import topk_scatter
+from fzero.variants.two_hop_scatter import two_hop_scatter
 from fzero.variants.zeropp import zeropp
 
 NODES, GRID = VirtualMesh(node=2, local=2, tp=2), VirtualMesh(replica=2, fsdp=2, tp=2)
@@ -59,6 +60,7 @@ def test_a_scatter_that_loses_nothing_has_the_gradients_of_one_device() -> None:
     right = fzero.grad(loss_of(split_mlp))({name: w.float() for name, w in WEIGHTS.items()}, EXAMPLES.float())
     for mesh in (NODES, GRID, VirtualMesh(fsdp=1, tp=4)):
         torch.testing.assert_close(gradients(mesh, partial(topk_scatter, density=1.0)), right)
+    torch.testing.assert_close(gradients(NODES, two_hop_scatter), right)
 
 
 def test_rounding_is_within_its_bounds() -> None:

@@ -25,6 +25,7 @@ from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
 from fzero.variants.mics import mics
 from fzero.variants.qgz import qgz
+from fzero.variants.two_hop_scatter import two_hop_scatter
 from fzero.variants.zeropp import zeropp
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -67,6 +68,19 @@ def count_mics(program: fzero.Program) -> dict[str, int]:
             hops = {"node": entry.nbytes // program.mesh.size("local"), "local": entry.nbytes}
         for axis, nbytes in hops.items():
             moved[f"{entry.op} over {axis}"] += nbytes
+    return moved
+
+
+def count_two_hops(program: fzero.Program) -> dict[str, int]:
+    """N blocks of S elements inside of each node, and those of n nodes between them. In no loop."""
+    moved = Counter[str]()
+    for entry in program.comm():
+        if entry.op != "reduce_scatter":
+            moved[f"{entry.op} over {entry.axis}"] += entry.nbytes
+    for node in program.graph.find_nodes(op="call_function", target=ops.reduce_scatter):
+        size = program.mesh.size("node") * ops.BucketMove(*node.args).numel * node.meta["val"].itemsize
+        moved["all_to_all over local"] += program.mesh.size("local") * size
+        moved["all_to_all over node"] += size
     return moved
 
 
@@ -162,6 +176,9 @@ def test_results_bytes_and_memory_are_those_of_the_formulas() -> None:
     assert check_pass(mics, bytes=count_mics, cases=[NARROW]) == 1
     layers = replace(STEP, ops=STEP.ops[:1], loop="scan")
     assert check_pass(hpz, bytes=count_hpz, peak=peak_of_hpz, before="offload", cases=[layers]) == 1
+    scatters = partial(check_pass, two_hop_scatter, exact=False, bytes=count_two_hops)
+    assert scatters(cases=[STEP, NARROW, replace(STEP, mesh=VirtualMesh(replica=2, node=1, local=2))]) == 3
+    assert scatters(bytes=None, cases=[loop]) == 1
     loosely: Any = {"exact": False, "rtol": 1, "atol": 1}  # the law of rounding is below
     narrow = replace(STEP, dtypes=("float32",) * 4, compute="float32")
     assert check_pass(zeropp, bytes=count_zeropp, before="offload", cases=[narrow], **loosely) == 1
@@ -225,7 +242,7 @@ def test_files_of_a_checkpoint_lie_as_along_one_axis() -> None:
 
 
 def test_what_a_pass_cannot_gather_otherwise_is_refused_by_name() -> None:
-    for rewrite in (hpz, mics, qgz):
+    for rewrite in (hpz, mics, qgz, two_hop_scatter):
         with pytest.raises(FzeroError, match=rf"pass '{rewrite.__name__}': .* 'fsdp' of .*; .*\"node\" and \"local\""):
             trace(rewrite, VirtualMesh(replica=2, fsdp=2))
     with pytest.raises(FzeroError, match="pass 'hpz': finds 3 gathers, and no bucket that is gathered twice; put it"):

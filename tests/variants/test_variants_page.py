@@ -89,6 +89,6 @@ def test_gradients_are_smoothed(page: dict[str, Any]) -> None:
 
 
 def test_the_gallery_trains(page: dict[str, Any]) -> None:
-    """The last block: workers that meet after two steps of four."""
-    assert len(page["losses"]) == 4 and page["losses"][-1] < page["losses"][0]
+    """Workers that meet after two steps of four, by a pass and by hand."""
+    assert len(page["by_pass"]) == 4 and page["by_pass"][-1] < page["by_pass"][0] and len(page["by_hand"]) == 4
     assert "replica" in {entry.axis for entry in page["program"].comm()}

@@ -1,0 +1,43 @@
+"""Gradients scattered in two hops in their own dtype: inside of nodes, and then between them.
+
+    mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("node", "local"))  # state lies along both axes
+    two_hops = passes.insert(passes.defaults(stage=3), two_hop_scatter, before="prefetch")
+
+Of N ranks with S elements of b bytes of a bucket each, on n nodes: an all-to-all inside of each node moves b N S bytes.
+Each rank takes the mean of what it gets, and an all-to-all between nodes moves b n S bytes of that. One hop moves b N S
+bytes between nodes too.
+"""
+
+from __future__ import annotations
+
+from fzero import FzeroError, Program, ops
+from fzero.variants.codes import Codes, find_sum_dtype
+from fzero.variants.scatter_hops import define_scatter
+
+_plain = Codes(
+    count=lambda numel: numel,
+    encode=lambda rows, dtype: rows.to(dtype),
+    decode=lambda rows, numel: rows.to(find_sum_dtype(rows.dtype)),
+)
+_scatter = define_scatter("two_hop_scatter", _plain)
+
+
+def two_hop_scatter(program: Program, *, strict: bool = True) -> Program:
+    """Scatter every gradient over the inner axis that state lies along, and then over the outer one. Same results up to
+    the order of sums; where gradients are float16 or bfloat16, the mean of a node is rounded once more. No state, so
+    that loops may scatter.
+
+    Raises:
+        FzeroError: where state does not lie along two axes. If `strict`, where nothing is scattered; else such a
+            program stays as it is.
+    """
+    program, mesh = program.copy(), program.mesh
+    scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
+    is_empty = not (scatters or program.is_body or program.find(_scatter))
+    if len(mesh.shard_axes) != 2 or (strict and is_empty):
+        problem = f"finds {len(scatters)} reduce-scatters over {mesh.shard_axis!r} of {mesh}"
+        way_out = 'put it behind the pass bucket, on a mesh with "node" and "local"'
+        raise FzeroError("pass 'two_hop_scatter'", problem, way_out)
+    for node in scatters:
+        node.target = _scatter
+    return program
