@@ -38,6 +38,12 @@ FILES = {
 CALLS = re.compile(r"[Tt]rainer\(")
 """What a test that calls a trainer says."""
 NAMED = re.compile(r"[\"']([\w-]+/tiny-(?:random-)?([A-Za-z0-9_]+For(?:CausalLM|SequenceClassification))[\w.-]*)[\"']")
+NAMED_OTHERWISE = {
+    "hf-internal-testing/tiny-random-gpt2": "GPT2LMHeadModel",
+    "peft-internal-testing/tiny-random-GPT2LMHeadModel": "GPT2LMHeadModel",
+    "peft-internal-testing/tiny-dummy-qwen2": "Qwen2ForCausalLM",
+}
+"""Models of the Hub whose names do not say a class as `NAMED` reads it."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
@@ -128,7 +134,9 @@ def make_hub(files: list[Path], home: Path) -> None:
     """A cache of the Hub with each model that the files name."""
     scripts = [file for each in {file.parents[1] for file in files} for file in each.glob("scripts/*.py")]
     tokenizer = make_tokenizer([file.read_text() for file in [*files, *scripts]])
-    named = {found for file in files for found in NAMED.findall(file.read_text())}
+    texts = [file.read_text() for file in files]
+    named = {found for text in texts for found in NAMED.findall(text)}
+    named |= {found for found in NAMED_OTHERWISE.items() if any(found[0] in text for text in texts)}
     for name, class_name in sorted(named):
         made = home / "hub" / f"models--{name.replace('/', '--')}"
         folder = made / "snapshots" / "0"
