@@ -27,6 +27,7 @@ SMOKE = frozenset({"test_smoke.py"})
 """Files that are quick although they launch ranks."""
 SLOW = frozenset(
     """
+    test_operations_of_other_strides_than_traced_are_known
     test_the_kit_finds_no_broken_law_and_the_bytes_of_the_formula
     test_a_plan_holds_at_all_lengths test_stages_have_the_loss_and_gradients_of_one_device
     test_the_cheapest_changes_that_fit_are_planned

@@ -35,9 +35,23 @@ _DEVICE = torch.ops.prim.device.default
 _READS = (_aten._local_scalar_dense.default, _aten.equal.default)
 """Operations that return a Python value."""
 _UNLIKE_TRACED = frozenset(
-    getattr(_aten, f"{name}_backward").default for name in ("softplus", "hardsigmoid", "hardswish", "hardtanh", "logit")
+    getattr(getattr(_aten, name), overload or "default")
+    for name, _, overload in (
+        x.partition(".")
+        for x in """
+        native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit.no_stats
+        _batch_norm_with_update batch_norm_backward native_layer_norm_backward native_dropout_backward
+        binary_cross_entropy_backward mse_loss_backward huber_loss_backward smooth_l1_loss_backward
+        _log_softmax_backward_data log_sigmoid_forward softplus_backward hardsigmoid_backward hardswish_backward
+        hardtanh_backward logit_backward pow.Scalar div.Tensor_mode copysign.Tensor logaddexp xlogy.Tensor
+        special_xlog1py normal.Tensor_Tensor channel_shuffle max_unpool2d reflection_pad3d replication_pad3d
+        reflection_pad2d_backward reflection_pad3d_backward replication_pad2d_backward replication_pad3d_backward
+        """.split()
+    )
 )
-"""Operations whose results have other strides than torch says while it traces, where operands have unlike strides."""
+"""Operations whose results have other strides than torch says while it traces, where operands are not contiguous."""
+_BATCH_NORMS = frozenset(func for func in _UNLIKE_TRACED if "batch_norm" in func.__name__)
+"""Those of them whose results have their channels last where all operands have."""
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 """Operations to which torch gives other strides along dimensions of size 1 while it traces."""
 
@@ -84,7 +98,7 @@ class TraceMode(DispatchMode):
         self._progress.count(line)
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
-        if func in _UNLIKE_TRACED:
+        if func in _UNLIKE_TRACED and not (func in _BATCH_NORMS and _are_channels_last(args)):
             args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
         with no_functions():
             call = self._repeats.sign(func, args, kwargs)
@@ -115,6 +129,12 @@ class TraceMode(DispatchMode):
         if call is not None:
             self._repeats.learn(call, last, result)
         return result
+
+
+def _are_channels_last(args: Any) -> bool:
+    """Whether all images among operands have their channels last in memory."""
+    images = [x for x in args if isinstance(x, Tensor) and x.ndim == 4]
+    return bool(images) and all(x.is_contiguous(memory_format=torch.channels_last) for x in images)
 
 
 def _correct_strides(x: Tensor, view: Tensor, node: Any) -> None:

@@ -59,6 +59,25 @@ def test_gradients_of_other_strides_go_through_activations_whose_strides_torch_m
     torch.testing.assert_close(fzero.unpartition(made), step(w, x))
 
 
+def test_losses_and_norms_of_transposed_values_have_the_strides_that_they_had() -> None:
+    """torch says while it traces that these results lie in memory as their operands do."""
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            y, of = F.linear(x, w).transpose(1, 2), x.transpose(1, 2)
+            losses = [f(y, of) for f in (F.mse_loss, F.smooth_l1_loss, F.huber_loss)]
+            norms = F.batch_norm(y, None, None, training=True), F.layer_norm(y, y.shape[-1:])
+            for z in (*norms, F.logsigmoid(y), F.log_softmax(y, 1), 2**y):
+                losses.append(F.linear(z.transpose(1, 2), w).square().mean())
+            return torch.stack(losses).sum()
+
+        return fzero.grad(loss)(w)
+
+    w, x = torch.rand(3, 3, dtype=torch.float64), torch.rand(4, 8, 3, dtype=torch.float64)
+    made = fzero.simulate(step, VirtualMesh(fsdp=1))(fzero.partition(w, VirtualMesh(fsdp=1)), x)
+    torch.testing.assert_close(fzero.unpartition(made), step(w, x))
+
+
 def test_views_have_the_strides_that_torch_mistakes_along_dimensions_of_size_1() -> None:
     """torch says while it traces that padding gives channels last, and that the reshape is a view."""
 
