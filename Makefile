@@ -12,7 +12,7 @@ SITE := build/docs
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel release site trl versions steps axes prove conformance arguments mutate check format clean
+.PHONY: train test test-rest test-all wheel release site trl versions steps axes layers prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -73,6 +73,10 @@ steps: $(READY)
 # Random models on data and model axes against one device. `make axes ARGS="--count 2000"`, or `ARGS="--seed 12"` for one.
 axes: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_axes --workers $(WORKERS) $(ARGS)
+
+# Random lists of layers, with habits that equal layers may have, against plain torch. ARGS as of `axes`.
+layers: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_layers --workers $(WORKERS) $(ARGS)
 
 # Random steps, then EXAMPLES random cases of each property, and a fifth of it of those that run a step: hours.
 prove: $(READY)
