@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from fzero import FzeroError, Program, ops
-from fzero.variants.nesterov import move_shared
+from fzero.variants.nesterov import step_towards
 from fzero.variants.options import check_meetings
 from fzero.variants.origins import return_instead
 from fzero.variants.workers import train_apart
@@ -45,7 +45,7 @@ def diloco(
         with program.graph.inserting_before(program.output):
             shared[at] = program.emit(ops.all_reduce, new, "avg", axis)
             if role == "weight":
-                after, shared[at] = move_shared(program, old, shared[at], before, rate, momentum)
+                after, shared[at] = step_towards(program, old, shared[at], before, rate, momentum)
                 program.return_state(f"{path}.momentum", after)
         program.return_state(path, shared[at])
     return return_instead(program, shared)

@@ -11,7 +11,7 @@ from fzero import Program
 aten = torch.ops.aten
 
 
-def move_shared(program: Program, old: Any, mean: Any, before: Any, rate: float, momentum: float) -> tuple[Any, Any]:
+def step_towards(program: Program, old: Any, mean: Any, before: Any, rate: float, momentum: float) -> tuple[Any, Any]:
     """The next momentum, and what workers share, moved by its distance from their mean."""
     distance = program.emit(aten.sub.Tensor, old, mean)
     after = program.emit(aten.add.Tensor, distance, before, alpha=momentum)

@@ -1,9 +1,7 @@
 """Workers that meet fragment by fragment, while they train: Streaming DiLoCo (Douillard et al., 2025,
-arXiv:2501.18512). The mesh, the workers and their state are those of `diloco`.
-
-A fragment is every `fragments`-th bucket. A step that sends one starts the mean of the workers' weights before it
-computes, and waits for it behind that. The mean is taken behind this step or a later one: `plan_step` says when. Over
-the axis: an all-reduce of each rank's slices of a fragment, with the padding of its buckets.
+arXiv:2501.18512). A step that sends a fragment starts the mean of its weights before it computes. The mean is taken
+behind this step or a later one, as `plan_step` says. The mesh, the workers and their state are those of `diloco`. Over
+the axis: an all-reduce of each rank's slices, with the padding of their buckets.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 
 from fzero import Program
 from fzero.variants.fragments import average, number_fragments
-from fzero.variants.nesterov import move_shared
+from fzero.variants.nesterov import step_towards
 from fzero.variants.options import check_fragments, check_meetings, check_option
 from fzero.variants.origins import list_weights, return_instead
 from fzero.variants.workers import train_apart
@@ -27,8 +25,8 @@ def plan_step(number: int, *, every: int, fragments: int, delay: int) -> dict[st
     check_option("streaming_diloco", "delay", delay, 1 <= delay <= every, f"a number of steps from 1 to every={every}")
     check_fragments("streaming_diloco", fragments)
     since = [(number - fragment * every // fragments) % every for fragment in range(fragments)]
-    takes = [i for i, x in enumerate(since) if x == delay - 1 < number]
-    return {"sends": [i for i, x in enumerate(since) if x == 0 < number], "takes": takes, "fragments": fragments}
+    sends, takes = ([i for i, x in enumerate(since) if x == at < number] for at in (0, delay - 1))
+    return {"sends": sends, "takes": takes, "fragments": fragments}
 
 
 def streaming_diloco(
@@ -46,8 +44,8 @@ def streaming_diloco(
     check_option("streaming_diloco", "mix", mix, 0 <= mix <= 1, "a part of a worker's own weights, as 0.5")
     program, states = train_apart(program, "streaming_diloco", axis)
     weights, shared = list_weights(states), dict[int, Any]()
-    fragment_of = number_fragments(weights, fragments)
-    means = average(program, [x for x in weights if fragment_of[x.at] in sends], axis)
+    parts = number_fragments(weights, fragments)
+    means = average(program, [x for x in weights if parts[x.at] in sends], axis)
     for argument, at, old, new, *_ in weights:
         path = f"streaming_diloco.{argument.path}"
         program, before = program.add_state(f"{path}.momentum", like=old)
@@ -55,8 +53,8 @@ def streaming_diloco(
         with program.graph.inserting_before(program.output):
             if at in means:
                 program.return_state(f"{path}.mean", mean := means[at])
-            if fragment_of[at] in takes:
-                after, shared[at] = move_shared(program, old, mean, before, rate, momentum)
+            if parts[at] in takes:
+                after, shared[at] = step_towards(program, old, mean, before, rate, momentum)
                 program.return_state(f"{path}.momentum", after)
                 program.return_state(path, program.emit(torch.ops.aten.lerp.Scalar, shared[at], new, mix))
     return return_instead(program, shared)

@@ -14,7 +14,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports.pending import Pending, Splits
-from fzero.ranks.transports.reduction import OPS, pack_reduced, unpack_reduced
+from fzero.ranks.transports.reduction import OPS, pack_operand, unpack_result
 
 
 class Native:
@@ -63,10 +63,10 @@ class Native:
         return Pending(attempt, [work.wait], lambda: out)
 
     def all_reduce(self, x: Tensor, op: str, attempt: Attempt) -> Pending:
-        total, dtype = pack_reduced(x, op), x.dtype
+        total, dtype = pack_operand(x, op), x.dtype
         with attempt:
             work: Any = dist.all_reduce(total, OPS[op], group=self.scatters, async_op=True)
-        return Pending(attempt, [work.wait], lambda: unpack_reduced(total, op, dtype))
+        return Pending(attempt, [work.wait], lambda: unpack_result(total, op, dtype))
 
     def settle(self) -> None:
         pass

@@ -14,7 +14,7 @@ from fzero.layout import buffers
 from fzero.layout.layout import Wire
 from fzero.ranks.members import TAG, Attempt
 from fzero.ranks.transports.pending import Pending, Splits
-from fzero.ranks.transports.reduction import OPS, PIECE, average_, pack_reduced, reduce, unpack_reduced
+from fzero.ranks.transports.reduction import OPS, PIECE, average_, pack_operand, reduce, unpack_result
 
 Messages = Mapping[int, Sequence[Tensor]]
 """For each peer, the tensors to send or to receive, in order, each contiguous."""
@@ -71,13 +71,13 @@ class PointToPoint:
                 return reduce(full.view(self.world, shape.numel()).unbind(), op).view(shape)
 
             return Pending(attempt, [], add_up)
-        total = pack_reduced(x, op)
+        total = pack_operand(x, op)
         with attempt:
             work: Any = dist.all_reduce(total, OPS["sum" if op == "avg" else op], group=self.group, async_op=True)
         waits: list[Callable[[], Any]] = [partial(work.wait, self.timeout)]
         if op == "avg":
             waits.append(partial(total.div_, self.world))
-        return Pending(attempt, waits, partial(unpack_reduced, total, op, dtype))
+        return Pending(attempt, waits, partial(unpack_result, total, op, dtype))
 
     def settle(self) -> None:
         pass

@@ -57,7 +57,7 @@ def _is_extreme(dtype: torch.dtype, op: str) -> bool:
     return op in ("max", "min") and dtype.is_floating_point
 
 
-def pack_reduced(x: Tensor, op: str) -> Tensor:
+def pack_operand(x: Tensor, op: str) -> Tensor:
     """A new tensor that a backend may reduce over ranks in place of `x`. float16 and bfloat16 travel as float32, and
     nans of a "max" or "min" as a second row of numbers."""
     if not _is_extreme(x.dtype, op):
@@ -66,8 +66,8 @@ def pack_reduced(x: Tensor, op: str) -> Tensor:
     return torch.stack([x.nan_to_num(-sign * math.inf, math.inf, -math.inf), sign * x.isnan().to(x.dtype)])
 
 
-def unpack_reduced(total: Tensor, op: str, dtype: torch.dtype) -> Tensor:
-    """The reduction of tensors of this dtype, from that of what `pack_reduced` makes of them. A "max" or "min" is nan
+def unpack_result(total: Tensor, op: str, dtype: torch.dtype) -> Tensor:
+    """The reduction of tensors of this dtype, from that of what `pack_operand` makes of them. A "max" or "min" is nan
     where any rank has nan."""
     return torch.where(total[1] != 0, math.nan, total[0]) if _is_extreme(dtype, op) else total.to(dtype)
 
