@@ -12,13 +12,15 @@ from fzero.variants.origins import StateChange
 
 def average(program: Program, sent: Collection[StateChange], axis: str) -> dict[int, Any]:
     """The means over an axis of what workers begin with, by their places among the step's results. Those of a bucket
-    and a dtype go in one collective, which starts where the step does, and is waited for where a mean is used."""
+    and a dtype go in one collective. It starts where the step first computes with them, so that collectives do not
+    all start at once, and is waited for where a mean is used."""
     means, groups = dict[int, Any](), dict[Any, list[StateChange]]()
     for each in sorted(sent, key=lambda x: x.argument.leaf):
         groups.setdefault((each.argument.bucket, each.own.meta["val"].dtype), []).append(each)
     for (bucket, _), group in groups.items():
         leaves = [x.argument.leaf for x in group]
-        with program.graph.inserting_after(max(x.own for x in group)):
+        gathers = [user for x in group for user in x.own.users if ops.is_call(user, ops.gather)]
+        with program.graph.inserting_before(min(user for gather in gathers for user in gather.users)):
             numel = program.wire(bucket, leaves).stride
             start = program.emit(start_mean, [x.own for x in group], bucket, leaves, numel, axis)
         with program.graph.inserting_before(program.output):

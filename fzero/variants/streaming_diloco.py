@@ -1,7 +1,7 @@
 """Workers that meet fragment by fragment, while they train: Streaming DiLoCo (Douillard et al., 2025,
-arXiv:2501.18512). A step that sends a fragment starts the mean of its weights before it computes. The mean is taken
-behind this step or a later one, as `plan_step` says. The mesh, the workers and their state are those of `diloco`. Over
-the axis: an all-reduce of each rank's slices, with the padding of their buckets.
+arXiv:2501.18512). A step that sends a fragment starts the mean of its weights where it first computes with them. The
+mean is taken behind this step or a later one: see `plan_step`. The mesh, the workers and their state are `diloco`'s.
+Over the axis: an all-reduce of each rank's slices, with the padding of their buckets.
 """
 
 from __future__ import annotations

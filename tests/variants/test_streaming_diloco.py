@@ -91,14 +91,15 @@ def close_to_loops(got: Any, plans: list[dict[str, Any]], mix: float) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_fragment_travels_while_the_step_computes(stage: int) -> None:
-    """Its mean starts in front of the first matrix product, and what waits for it stands behind that."""
+    """The mean of a weight starts in front of its first matrix product, and what waits for it stands behind that."""
     rewrite = partial(streaming_diloco, sends=[0], takes=[0], fragments=1)
     chosen = passes.insert(passes.defaults(stage=stage), rewrite, before="bucket")
     program = fzero.simulate(train_step, MESH, passes=chosen).trace(fzero.partition(weights(), MESH), batch_of(0))
     nodes, starts = list(program.graph.nodes), program.find(start_mean)
     assert [len(ops.BucketMove(*node.args[:4]).leaves) for node in starts] == [1, 1]
-    first, waits = program.find(torch.ops.aten.mm.default)[0], [user for node in starts for user in node.users]
-    assert max(map(nodes.index, starts)) < nodes.index(first) < min(map(nodes.index, waits))
+    for start, product in zip(sorted(starts), program.find(torch.ops.aten.mm.default)):
+        (waiting,) = start.users
+        assert nodes.index(start) < nodes.index(product) < nodes.index(waiting)
 
 
 def test_options_out_of_range_are_refused_by_name() -> None:
