@@ -245,13 +245,13 @@ class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true within a block, as torch's own traces do.
+def compiling(flag: bool = True) -> Iterator[None]:
+    """Make `torch.compiler.is_compiling()` true, or false, within a block, as torch's own traces do.
 
     Public replacement: such a context in `torch.compiler`.
     """
     before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_compiling_flag = flag
     try:
         yield
     finally:

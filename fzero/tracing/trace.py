@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from fzero.base.mesh import VirtualMesh
 from fzero.base.progress import Progress
 from fzero.base.state import find_seeds
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, schema_of, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, compiling, unwrap
 from fzero.base.torch_private_functions import replace_checkpoint
 from fzero.base.torch_private_operators import ignore_compile
 from fzero.base.torch_private_traces import (
@@ -35,17 +34,14 @@ from fzero.base.torch_private_traces import (
     without_code,
 )
 from fzero.layout.layout import Layout
-from fzero.program import ops
-from fzero.program.aten import find_functional
 from fzero.program.open import Open
-from fzero.program.operation import Node
 from fzero.program.places import place_results
 from fzero.program.program import RANK, Program
-from fzero.program.records import find_writes, is_random, name_of
 from fzero.program.signature import Argument, Result
 from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.checks import Checks
+from fzero.tracing.draws import number_draws
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.layers import Layers, Unlike
@@ -152,28 +148,46 @@ def trace(
     import_tracer()
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     make = partial(_Trace, fn, args, mesh, symbols, model_axes)
-    this = make(copies=copies)
-    try:
-        traced = this.record(shapes or {})
-    except (Exception, Unlike):
-        if not this.has_borders:
-            raise
-        this = make(copies=False)
-        traced = this.record(shapes or {})
+    this, traced = _record(make, copies, shapes or {})
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
     captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
         node.meta["val"] = this.fake_mode.from_tensor(tensor, static_shapes=True)
     program = place_results(this.describe(graph, {node.target: tensor for node, tensor in captured.items()}))
-    _number_draws(program)
+    number_draws(program)
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
     effects.check(check_escapes(program, fn, constants))
     this.recorder.finish(program)
     return program
 
 
+def _record(make: Callable[..., _Trace], copies: bool, shapes: Mapping[int, OpenForm]) -> tuple[_Trace, fx.GraphModule]:
+    """A trace that came to its end, and its graph. One that fails is made again: without copies of layers where there
+    were some; then as code that no compiler reads, for libraries that do without a default in front of a compiler."""
+    this = make(copies)
+    try:
+        return this, this.record(shapes)
+    except (Exception, Unlike) as error:
+        found = error
+    if this.has_borders:
+        this = make(copies=False)
+        try:
+            return this, this.record(shapes)
+        except Exception as error:
+            found = error
+    if isinstance(found, Exception) and not isinstance(found, FzeroError):
+        this = make(copies=False, is_compiling=False)
+        try:
+            return this, this.record(shapes)
+        except FzeroError as error:
+            raise error from found
+        except Exception:  # what failed first is what the user's code says
+            pass
+    raise found
+
+
 class _Trace:
-    """The trace of a function, and what it finds."""
+    """The trace of a function, and what it finds. While it `is_compiling`, `torch.compiler.is_compiling()` is true."""
 
     def __init__(
         self,
@@ -183,8 +197,10 @@ class _Trace:
         symbols: Symbols | None,
         model_axes: tuple[str, ...],
         copies: bool,
+        is_compiling: bool = True,
     ) -> None:
         self.fn, self.tracer, self._model_axes, self._copies = fn, Tracer(mesh), model_axes, copies
+        self._is_compiling = is_compiling
         self._layers: Layers | None = None
         self.open = None if symbols is None else Open(symbols, tuple(symbols.examples))
         environment = None if symbols is None else symbols.env
@@ -291,7 +307,7 @@ class _Trace:
             collect_flags(self._noted),
             self.fake_mode,
             NameErrors(self.fn),
-            compiling(),
+            compiling(self._is_compiling),
             ignore_compile(),
             without_code(),
             replace_checkpoint(checkpoint),
@@ -343,50 +359,3 @@ def _describe_result(path: str, leaf: Any, tracer: Tracer, replaces: str) -> Res
     if isinstance(leaf, Sharded):
         return Result(path, tracer.name(leaf.form.layout), leaf.index, replaces=replaces)
     return Result(path) if isinstance(leaf, Tensor) else Result(path, constant=leaf, is_constant=True)
-
-
-def _number_draws(program: Program) -> None:
-    """Replace each random operation by `ops.draw` with its number, in the order of the trace."""
-    for number, node in enumerate(filter(is_random, program.graph.nodes)):
-        with program.graph.inserting_before(node):
-            program.substitute(node, _emit_draw(program, number, node))
-
-
-def _emit_draw(program: Program, number: int, node: Node) -> Node:
-    """The node that replaces a random operation.
-
-    `ops.draw` may write only into memory that no other node uses. An in-place operation on such memory, a new empty
-    tensor, stays in place; any other draws into a clone, which is then copied into the operand. An operation that
-    writes into other operands gives way to its functional form, whose results are then copied into these.
-
-    Raises:
-        FzeroError: for an operation that writes into such an operand and has no functional form.
-    """
-    meta = {key: value for key, value in node.meta.items() if key != "val"}
-
-    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
-        new = program.emit(target, *args, **kwargs)
-        new.meta.update(meta)
-        return new
-
-    written, (first, *rest) = find_writes(node), node.args
-    if not written:
-        return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
-    if written != [first]:
-        functional = find_functional(node.target)
-        if functional is None:
-            problem = f"{name_of(node)} writes what it draws into an argument other than its first"
-            way_out = "draw with an operation that returns it, such as torch.rand_like"
-            raise FzeroError(node.stack_trace, problem, way_out)
-        value, taken = written[-1].meta["val"], {x.name for x in schema_of(functional).arguments}
-        kwargs = {"dtype": value.dtype, "device": value.device, **node.kwargs}
-        kwargs = {key: value for key, value in kwargs.items() if key in taken}
-        drawn = emit(ops.draw, number, functional, *node.args, **kwargs)
-        count = len(schema_of(functional).returns)
-        items = [emit(operator.getitem, drawn, i) for i in range(count)] if count > 1 else [drawn]
-        copies = [emit(_aten.copy_.default, *pair) for pair in zip(written[::-1], items[::-1])]
-        return items[0] if len(written) < count else copies[-1]
-    if len(first.users) == 1 and "empty" in name_of(first):
-        return emit(ops.draw, number, node.target, *node.args, **node.kwargs)
-    clone = emit(_aten.clone.default, first)
-    return emit(_aten.copy_.default, first, emit(ops.draw, number, node.target, clone, *rest, **node.kwargs))

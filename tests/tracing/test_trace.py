@@ -59,6 +59,22 @@ def test_gradients_of_other_strides_go_through_activations_whose_strides_torch_m
     torch.testing.assert_close(fzero.unpartition(made), step(w, x))
 
 
+def test_code_that_fails_in_front_of_a_compiler_is_traced_as_it_runs() -> None:
+    """LongT5 makes its default mask only where no compiler reads the code. What fails both ways is the code's own."""
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        mask: Any = None if torch.compiler.is_compiling() else torch.ones(3)
+        return w * x * mask.square()
+
+    def wrong(w: Tensor, x: Tensor) -> Tensor:
+        raise ValueError("compiling" if torch.compiler.is_compiling() else "running")
+
+    w, x = torch.rand(3), torch.rand(3)
+    assert torch.equal(fzero.simulate(step, VirtualMesh(fsdp=1))(w, x), w * x)
+    with pytest.raises(ValueError, match="compiling"):
+        fzero.simulate(wrong, VirtualMesh(fsdp=1))(w, x)
+
+
 def test_losses_and_norms_of_transposed_values_have_the_strides_that_they_had() -> None:
     """torch says while it traces that these results lie in memory as their operands do."""
 
