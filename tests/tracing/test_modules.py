@@ -50,7 +50,8 @@ def test_torch_is_compiling_within_a_trace_and_not_behind_it() -> None:
     fzero.simulate(step, MESH)(torch.ones(2))
     with pytest.raises(KeyError):
         fzero.simulate(step, MESH)(torch.ones(2, 1))
-    assert seen == [True, True] and not torch.compiler.is_compiling()
+    assert seen == [True, True, False]  # what fails is traced once more, as code that no compiler reads
+    assert not torch.compiler.is_compiling()
 
 
 def test_a_compiled_function_is_a_part_of_the_program() -> None:
