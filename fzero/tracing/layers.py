@@ -171,9 +171,7 @@ class Layers:
                 raise self._refuse()
             if not given.is_kept():
                 self._given_up[call.layers] = MOST
-                if known is not None or not given.reaches_call():
-                    raise self._refuse()
-                raise Uncopied("changes its arguments")
+                raise Uncopied("changes its arguments") if known is None and given.reaches_call() else self._refuse()
             part = self._take(last, run, run.nodes, "forward")
             results = LayerResults(self.repeats, returned, part)
             if before != self._count() or not contents.is_same():

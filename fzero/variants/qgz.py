@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from fzero import FzeroError, Program, ops
+from fzero import Program
 from fzero.variants.codes import Codes
 from fzero.variants.quantization import count_nibbles, dequantize_4_bits, quantize_to_4_bits
 from fzero.variants.scatter_hops import define_scatter
+from fzero.variants.scatters import replace_scatters
 
 _nibbles = Codes(count_nibbles, lambda rows, dtype: quantize_to_4_bits(rows.float()), dequantize_4_bits, torch.uint8)
 _scatter = define_scatter("qgz", _nibbles)
@@ -31,12 +32,4 @@ def qgz(program: Program, *, strict: bool = True) -> Program:
         FzeroError: where state does not lie along two axes. If `strict`, where nothing is scattered; else such a
             program stays as it is.
     """
-    program, mesh = program.copy(), program.mesh
-    scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
-    is_empty = not (scatters or program.is_body or program.find(_scatter))
-    if len(mesh.shard_axes) != 2 or (strict and is_empty):
-        problem = f"finds {len(scatters)} reduce-scatters over {mesh.shard_axis!r} of {mesh}"
-        raise FzeroError("pass 'qgz'", problem, 'put it behind the pass bucket, on a mesh with "node" and "local"')
-    for node in scatters:
-        node.target = _scatter
-    return program
+    return replace_scatters(program, "qgz", _scatter, strict)

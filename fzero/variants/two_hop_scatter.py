@@ -10,9 +10,10 @@ bytes between nodes too.
 
 from __future__ import annotations
 
-from fzero import FzeroError, Program, ops
+from fzero import Program
 from fzero.variants.codes import Codes, find_sum_dtype
 from fzero.variants.scatter_hops import define_scatter
+from fzero.variants.scatters import replace_scatters
 
 _plain = Codes(
     count=lambda numel: numel,
@@ -31,13 +32,4 @@ def two_hop_scatter(program: Program, *, strict: bool = True) -> Program:
         FzeroError: where state does not lie along two axes. If `strict`, where nothing is scattered; else such a
             program stays as it is.
     """
-    program, mesh = program.copy(), program.mesh
-    scatters = program.graph.find_nodes(op="call_function", target=ops.reduce_scatter)
-    is_empty = not (scatters or program.is_body or program.find(_scatter))
-    if len(mesh.shard_axes) != 2 or (strict and is_empty):
-        problem = f"finds {len(scatters)} reduce-scatters over {mesh.shard_axis!r} of {mesh}"
-        way_out = 'put it behind the pass bucket, on a mesh with "node" and "local"'
-        raise FzeroError("pass 'two_hop_scatter'", problem, way_out)
-    for node in scatters:
-        node.target = _scatter
-    return program
+    return replace_scatters(program, "two_hop_scatter", _scatter, strict)
