@@ -31,6 +31,7 @@ import flags
 import turns
 from contenders import able
 from environments import OURS
+from gpu_checks import BROKEN, CHECKS
 from launch import torchrun
 from machine import machine
 from quartiles import quartiles
@@ -43,11 +44,6 @@ CONTESTANTS = {
     "1.5B": "fsdp2-compiled,fzero-3-compiled,fzero-3-graph",
 }
 PAIR = ("fsdp2", "fzero-1", "fzero-2", "fzero-3")
-CHECKS = (
-    "fp32,bf16,dropout,remat,clipping and schedule,calibrate,save and load,no synchronization,compiled,graph,"
-    "optimizer on the host,all on the host"
-)
-BROKEN = ("fails", "dies")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Variables of a rank that torchrun does not start; torchrun sets its own."""
 LEAST = 15.0
@@ -237,7 +233,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="a file for every figure, written behind each job")
     parser.add_argument("--trace", type=Path, help="a .json.gz for a profile of the last contender")
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can train")
-    parser.add_argument("--checks", default=CHECKS, help="some of these, which gpu_checks.py has")
+    parser.add_argument("--checks", default=",".join(CHECKS), help="some of these")
     parser.add_argument("--contenders", help="some of those of step.py")
     parser.add_argument("--broken", action="store_true", help="add jobs that fail")
     parser.add_argument("--rounds", type=int, default=2, help="turns of a contender")

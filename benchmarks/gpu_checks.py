@@ -51,6 +51,7 @@ class Training(NamedTuple):
     drop: float = 0.0
     saved: Literal["kept", "computed again", "on the host"] = "kept"
     is_clipped: bool = False
+    optimizer: optim.GradientTransformation | None = None  # AdamW where there is none
     params_to: Any = None  # placements
     state_to: Any = None
 
@@ -58,7 +59,7 @@ class Training(NamedTuple):
         """(params, optimizer, train_step), the same at each call."""
         torch.manual_seed(0)
         params, apply = fzero.lower(GPT(CONFIG))
-        optimizer = optim.adamw(1e-3)
+        optimizer = self.optimizer or optim.adamw(1e-3)
         if self.is_clipped:
             rate = optim.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 10)
             optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(rate))
@@ -125,6 +126,27 @@ def require(got: list[float], expected: list[float], tolerance: float) -> Found:
 
 def equals_cpu(how: Training, tolerance: float, mesh: DeviceMesh, **options: Any) -> Found:
     return require(train(mesh, how, **options), train_plain(how), tolerance)
+
+
+def optimize(mesh: DeviceMesh) -> Found:
+    """Each optimizer, and how far its losses are apart. Muon orthogonalizes in bfloat16."""
+    found = dict[str, float]()
+    for name in (
+        "adam",
+        "adamw8bit",
+        "adafactor",
+        "adagrad",
+        "amsgrad",
+        "lamb",
+        "lion",
+        "muon",
+        "nadam",
+        "rmsprop",
+        "sgd",
+    ):
+        how = Training(optimizer=getattr(optim, name)(1e-3))
+        found[name] = equals_cpu(how, BF16 if name == "muon" else FP32, mesh)["apart"]
+    return found
 
 
 def drops(mesh: DeviceMesh) -> Found:
@@ -266,6 +288,46 @@ def attends(mesh: DeviceMesh) -> Found:
     return require([value.item() for value in got], [value.item() for value in expected], 1e-3)  # TF32 may be on
 
 
+def trains_as_transformers(mesh: DeviceMesh, *, has_adapters: bool = False, **arguments: Any) -> Found:
+    """Trainers of transformers and of fzero log the same losses on the device, and the models say the same tokens."""
+    import peft
+    import transformers
+
+    import fzero.hf
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    draws = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": x, "labels": x} for x in torch.randint(1, 128, (32, 24), generator=draws)]
+    prompt = rows[0]["input_ids"][None, :8].to(mesh.device_type)
+
+    def train(cls: Any, folder: str, **named: Any) -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=128, num_hidden_layers=5, **sizes))
+        if has_adapters:
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM"))
+        given = {
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "learning_rate": 1e-2,
+        }
+        is_cpu = mesh.device_type == "cpu"
+        given |= {"per_device_train_batch_size": 4, "disable_tqdm": True, "use_cpu": is_cpu, "optim": "adamw_torch"}
+        trainer = cls(model, transformers.TrainingArguments(folder, **given, **arguments), train_dataset=rows, **named)
+        trainer.train()
+        generate = trainer.generate if named else trainer.model.generate
+        tokens = generate(input_ids=prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log], tokens.tolist()
+
+    with TemporaryDirectory() as folder:
+        theirs, said = train(transformers.Trainer, folder)
+        ours, ours_said = train(fzero.hf.Trainer, folder, mesh=mesh)
+    if "bf16" not in arguments and ours_said != said:
+        raise AssertionError(f"it says {ours_said}, and transformers {said}")
+    return require(ours, theirs, BF16 if "bf16" in arguments else FP32)
+
+
 def calibrates(mesh: DeviceMesh) -> Found:
     params, state, step = place(mesh, Training())
     tokens = next(batches()).to(mesh.device_type)
@@ -342,6 +404,7 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "dropout": drops,
     "remat": repeats,
     "clipping and schedule": partial(equals_cpu, Training(is_clipped=True), FP32),
+    "optimizers": optimize,
     "optimizer on the host": partial(equals_cpu, Training(is_clipped=True, state_to=fzero.host()), FP32),
     "all on the host": partial(equals_cpu, Training(params_to=fzero.host(), state_to=fzero.host()), FP32),
     "all on a disk": lies_on_disk,
@@ -352,10 +415,13 @@ CHECKS: dict[str, Callable[[DeviceMesh], Found]] = {
     "quantized": dequantizes,
     "lengths": changes_length,
     "lengths in a budget": partial(changes_length, memory="1GiB"),
-    "lengths, compiled": partial(changes_length, compile=True),
+    "compiled lengths": partial(changes_length, compile=True),
     "programs in a folder": restarts,
     "a model axis": splits,
     "FlexAttention": attends,
+    "Trainer": trains_as_transformers,
+    "Trainer in bf16": partial(trains_as_transformers, bf16=True, gradient_checkpointing=True),
+    "Trainer of adapters": partial(trains_as_transformers, has_adapters=True),
     "calibrate": calibrates,
     "save and load": saves,
     "checkpoint meanwhile": saves_meanwhile,

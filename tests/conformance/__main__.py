@@ -3,6 +3,8 @@
 Fails where an outcome is worse than in the table. Fails also where one is better: `make conformance ARGS=--write` then
 makes today's outcomes the table, and writes docs/conformance.md.
 
+`CONFORMANCE_DEVICE=cuda` tries them on a GPU: the table, which is of CPU tensors, should hold there.
+
 The outcomes are kept in build/ as they come. A run that was stopped goes on from there, unless a source has changed.
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import torch
 from conformance import page
+from conformance.database import DEVICE
 from conformance.judge import Row, judge, kind_of, names
 from conformance.table import FILE, counts, improvements, is_of_this_torch, load, regressions, to_text
 from conformance.verdict import Cell, Verdict
@@ -38,7 +41,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, help="of each form and dtype, by a fixed shuffle; all without it")
     options = parser.parse_args()
     start, samples = time.monotonic(), options.samples or "all"
-    journal = Journal(ROOT / "build" / f"conformance-{hash_sources()}-{samples}.jsonl")
+    journal = Journal(ROOT / "build" / f"conformance-{DEVICE}-{hash_sources()}-{samples}.jsonl")
     chosen = options.only or names()
     today = {name: row for name, row in journal.rows.items() if name in chosen}
     waiting, one = [name for name in chosen if name not in today], functools.partial(judge, samples=options.samples)

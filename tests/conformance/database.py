@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
+"""Where samples lie and steps compute; "cuda" asks for a GPU. Processes that judge take it from their parent."""
 
 
 @functools.cache
@@ -26,7 +30,7 @@ def name_of(op: Any) -> str:
 
 
 def has_derivative(op: Any, dtype: torch.dtype) -> bool:
-    return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    return op.supports_autograd and dtype in op.supported_backward_dtypes(DEVICE)
 
 
 def samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
@@ -38,7 +42,7 @@ def samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
     from torch.testing._internal.common_utils import SEED
 
     set_seeds(0)
-    drawn = iter(op.sample_inputs_func(op, "cpu", dtype, has_derivative(op, dtype)))
+    drawn = iter(op.sample_inputs_func(op, DEVICE, dtype, has_derivative(op, dtype)))
     while True:
         set_seeds(SEED)
         try:
@@ -48,8 +52,10 @@ def samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed each generator of a CPU. `torch.manual_seed` also notes the call stack for devices that are not in use yet:
-    with a sample of every operator this is a third of all time."""
+    """Seed each generator. `torch.manual_seed` also notes the call stack for devices that are not in use yet: with a
+    sample of every operator this is a third of all time."""
     torch.default_generator.manual_seed(seed)
+    if DEVICE != "cpu":
+        torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from conformance.database import DEVICE
 
 import fzero
 
@@ -61,7 +62,7 @@ def change_result(op: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def write_out(op: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `out=` is filled with: tensors of the shapes that `kwargs["out"]` lists."""
     shapes = kwargs["out"]
-    out = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+    out = [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in shapes]
     op(x, *args, **{**kwargs, "out": out[0] if len(out) == 1 else tuple(out)})
     return out
 

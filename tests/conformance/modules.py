@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from conformance.database import DEVICE
 from conformance.operators import Draws, is_floating, repeat, undo_repeat
 from conformance.verdict import (
     DOUBLE,
@@ -81,7 +82,7 @@ def draw_samples(name: str, cell: Cell) -> list[Any]:
     torch.manual_seed(0)
     random.seed(0)
     info, training = modules()[name], cell.form.startswith("train")
-    given = {"device": "cpu", "dtype": DTYPES[cell.dtype], "requires_grad": False, "training": training}
+    given = {"device": DEVICE, "dtype": DTYPES[cell.dtype], "requires_grad": False, "training": training}
     return [x for x in info.module_inputs_func(info, **given) if x.forward_input is not None]
 
 
@@ -92,7 +93,7 @@ def judge_sample(info: Any, sample: Any, cell: Cell, stage: int, place: Any) -> 
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
     try:
         given = sample.constructor_input
-        module = info.module_cls(*given.args, **given.kwargs).to(DTYPES[cell.dtype])
+        module = info.module_cls(*given.args, **given.kwargs).to(DEVICE, DTYPES[cell.dtype])
         module.train(cell.form.startswith("train"))
         if info.is_lazy:
             args, kwargs = pytree.tree_unflatten(inputs, treedef)

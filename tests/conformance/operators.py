@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from conformance.database import has_derivative, operators, samples
+from conformance.database import DEVICE, has_derivative, operators, samples
 from conformance.forms import FORMS, Form, is_sharded
 from conformance.verdict import (
     DOUBLE,
@@ -99,7 +99,7 @@ def cells(name: str) -> list[Cell]:
     return [
         Cell(form, dtype)
         for dtype in DTYPES
-        if DTYPES[dtype] in op.supported_dtypes("cpu")
+        if DTYPES[dtype] in op.supported_dtypes(DEVICE)
         for form in FORMS
         if FORMS[form].exists(op)
     ]
@@ -128,6 +128,11 @@ def is_floating(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def random_states() -> list[Tensor]:
+    """The state of each generator that an operator may draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if DEVICE != "cpu" else ())]
+
+
 class Draws(TorchDispatchMode):
     """Sets `any` when an operation draws random numbers, be it none because its result is empty.
 
@@ -140,11 +145,11 @@ class Draws(TorchDispatchMode):
         self.any = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = torch.get_rng_state()
+        before = random_states()
         result = func(*args, **(kwargs or {}))
         tensors = [x for x in flatten(result) if isinstance(x, Tensor)]
         draws_none = torch.Tag.nondeterministic_seeded in func.tags and not any(x.numel() for x in tensors)
-        self.any = self.any or draws_none or not torch.equal(torch.get_rng_state(), before)
+        self.any = self.any or draws_none or not all(map(torch.equal, random_states(), before))
         return result
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from conformance.database import DEVICE
 from conformance.verdict import (
     DTYPES,
     MESH,
@@ -213,7 +214,7 @@ ZEROS = {
 def init(name: str, params: dict[str, Tensor], options: dict[str, Any]) -> State:
     """The first state: `{entry: {parameter: tensor}}`."""
     dtype = next(iter(params.values())).dtype
-    numel, one = sum(p.numel() for p in params.values()), torch.ones((), dtype=dtype)
+    numel, one = sum(p.numel() for p in params.values()), torch.ones((), dtype=dtype, device=DEVICE)
     state: State = {
         entry: {key: torch.zeros_like(p) for key, p in params.items()} for entry in ZEROS.get(name, "").split()
     }
@@ -237,8 +238,8 @@ def init(name: str, params: dict[str, Tensor], options: dict[str, Any]) -> State
             }
         case "LBFGS":
             state = {"g": tree_zeros(params), "s": tree_zeros(params)}
-            state |= {key: torch.zeros(HISTORY, numel, dtype=dtype) for key in ("y", "s_old")}
-            state |= {"ro": torch.zeros(HISTORY, dtype=dtype), "ydots": torch.ones(HISTORY, dtype=dtype)}
+            state |= {key: one.new_zeros(HISTORY, numel) for key in ("y", "s_old")}
+            state |= {"ro": one.new_zeros(HISTORY), "ydots": one.new_ones(HISTORY)}
     return state
 
 
@@ -277,7 +278,7 @@ def cells(name: str) -> list[Cell]:
 
 def trials(name: str, cell: Cell) -> Iterator[Trial]:
     """Every set of options of the database, at one stage each; the one in the middle at all."""
-    samples = optimizers()[name].optim_inputs_func("cpu")
+    samples = optimizers()[name].optim_inputs_func(DEVICE)
     for index, sample in enumerate(samples):
         for stage in choose_stages(index, len(samples)):
             place = choose_place(index, stage)
@@ -288,7 +289,8 @@ def make_params(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """A matrix, a vector and a 0-d parameter; Muon and SparseAdam take matrices only."""
     draw = torch.Generator().manual_seed(0)
     shapes = {"m": (5, 4), "v": (4,), "s": ()} if name not in ("Muon", "SparseAdam") else {"m": (5, 4), "v": (1, 4)}
-    return {key: torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for key, shape in shapes.items()}
+    drawn = {key: torch.randn(shape, generator=draw, dtype=torch.float64) for key, shape in shapes.items()}
+    return {key: value.to(DEVICE, dtype) for key, value in drawn.items()}
 
 
 def loss_of(params: Any, x: Tensor) -> Any:
@@ -302,7 +304,7 @@ def judge_options(name: str, options: dict[str, Any], cell: Cell, stage: int, pl
     if "line_search_fn" in options:
         return Verdict("skipped", "a line search is control flow on values")
     whole = make_params(kind, dtype)
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE, dtype)
     try:
         theirs = run_plain(kind, whole, x, options)
     except Exception as error:
@@ -375,5 +377,5 @@ def run_sharded(
 
 def first_state(kind: str, whole: dict[str, Tensor], options: dict[str, Any]) -> State:
     """The number of the step, and an optimizer's own state."""
-    t = torch.zeros((), dtype=next(iter(whole.values())).dtype)
+    t = torch.zeros((), dtype=next(iter(whole.values())).dtype, device=DEVICE)
     return {"t": t, "moments": init(kind, whole, options)}

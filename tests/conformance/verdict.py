@@ -160,7 +160,7 @@ def flatten(results: Any) -> list[Any]:
 
 def make_weight(y: Tensor) -> Tensor:
     """The weight of each element of `y` in the loss. They differ, so that a gradient in the wrong place shows."""
-    real = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape)
+    real = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64, device=y.device).reshape(y.shape)
     return torch.complex(real, 2.5 - real).to(y.dtype) if y.is_complex() else real.to(y.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -63,4 +64,7 @@ def serve(pipe: Any, judge: Judge[Any]) -> None:
             name = pipe.recv()
         except EOFError:
             return
-        pipe.send(judge(name))
+        found = judge(name)
+        if "CUDA error" in str(found):  # after which the device serves this process no more
+            os._exit(1)
+        pipe.send(found)
