@@ -4,9 +4,10 @@ Ranks along the axis take the same rows. The forward of the model cuts them: eac
 its own block of places. Attention, which is what looks at other places, is a function of transformers' registry around
 the one that the model has:
 
-    heads divide by the ranks    `fzero.parallel.ulysses`: each rank has all places of some heads
-    they do not                  each rank has its own queries, and the keys of all places
-    `rotate`                     each rank has its own queries, and keys go around (`fzero.hf.rotation`)
+    "heads"      they divide by the ranks: `fzero.parallel.ulysses`, each rank has all places of some heads
+    "keys"       they do not: each rank has its own queries, and the keys of all places
+    "rotated"    each rank has its own queries, and keys go around (`fzero.hf.rotation`)
+    "layers"     the ranks share layers, in which each has all places; between them it has its own (`fzero.hf.places`)
 
 Masks are those that the model makes, by functions of the places of queries and keys, for all places or for a rank's
 queries. Labels are shifted before they are cut, and the loss is a sum over ranks of sums, divided by the labels of all.
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ OF_PLACES = (
 )
 """The outputs of transformers that have values for each place."""
 IGNORED = -100
+Way = Literal["heads", "keys", "rotated", "layers"]
+"""How attention sees all places."""
 
 
 class Sequence(NamedTuple):
@@ -60,7 +63,7 @@ class Sequence(NamedTuple):
 
     axis: Axis
     inner: str  # the attention that the model has
-    by_heads: bool
+    way: Way
     order: Tensor | None  # [places], in which they are cut, where keys are rotated
     length: int
     mask: Tensor | None  # [rows, places], of padding
@@ -73,8 +76,8 @@ class Sequence(NamedTuple):
 _sequence: ContextVar[Sequence] = ContextVar("sequence")
 
 
-def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
-    """Whether attention goes by heads on `world` ranks along the axis, and `shared` ranks that have parts of heads.
+def check_sequence(model: Any, axis: Axis) -> None:
+    """Refuse a model whose ranks along an axis cannot have parts of a sequence.
 
     Raises:
         FzeroError: for a model of which it is not known that attention alone looks at other places; for an attention
@@ -103,12 +106,22 @@ def check_sequence(model: Any, axis: Axis, world: int, shared: int) -> bool:
     if is_noisy or getattr(config, noise, None):
         problem = "is given, and its noise would be the same in each part of a sequence"
         raise FzeroError(f"model: {noise}", problem, "leave it out, or leave sp out")
+
+
+def choose_way(model: Any, world: int, shared: int) -> Way:
+    """How `world` ranks along the axis go to attention, where `shared` ranks have parts of the heads."""
+    config = model.config.get_text_config()
     heads = config.num_attention_heads // shared
     keys = max((getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // shared, 1)
-    return heads % world == 0 and (keys % world == 0 or world % keys == 0)
+    return "heads" if heads % world == 0 and (keys % world == 0 or world % keys == 0) else "keys"
 
 
-def cut_sequence(model: Any, axis: Axis, by_heads: bool, rotates: bool = False) -> Callable[..., Any]:
+def find_sequence() -> Sequence | None:
+    """The sequence of the forward that runs."""
+    return _sequence.get(None)
+
+
+def cut_sequence(model: Any, axis: Axis, way: Way) -> Callable[..., Any]:
     """The forward of a model on ranks that each compute a part of the places, with the output of all of them."""
     forward, inner = model.forward, model.config.get_text_config()._attn_implementation
     named = inspect.signature(forward)
@@ -121,7 +134,7 @@ def cut_sequence(model: Any, axis: Axis, by_heads: bool, rotates: bool = False) 
         more = given.pop("kwargs", {})
         inputs = {**given, **more}
         inputs = {name: x for name, x in inputs.items() if x is not None}
-        sequence, inputs = _cut(model, axis, inner, by_heads, rotates, inputs)
+        sequence, inputs = _cut(model, axis, inner, way, inputs)
         configs = {id(x): x for x in (getattr(module, "config", None) for module in model.modules()) if x is not None}
         with ExitStack() as stack:
             for config in configs.values():
@@ -150,9 +163,7 @@ class _replace_loss:
             self._model._loss_function = self._before
 
 
-def _cut(
-    model: Any, axis: Axis, inner: str, by_heads: bool, rotates: bool, inputs: dict[str, Any]
-) -> tuple[Sequence, dict[str, Any]]:
+def _cut(model: Any, axis: Axis, inner: str, way: Way, inputs: dict[str, Any]) -> tuple[Sequence, dict[str, Any]]:
     """What the forward knows of the whole sequence, and the inputs of this rank."""
     name = type(model).__name__
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -194,15 +205,16 @@ def _cut(
     places = torch.arange(length, device=tokens.device).unsqueeze(0) if places is None else places
     own = {key: x for key, x in {**inputs, "position_ids": places}.items() if key in CUT and key != "shift_labels"}
     inputs = {key: x for key, x in inputs.items() if key not in (*CUT, *WHOLE)}
-    order = find_order(length, world, tokens.device) if rotates else None
-    inputs |= {key: _take(x, axis, order) for key, x in own.items()}
+    order = find_order(length, world, tokens.device) if way == "rotated" else None
+    is_whole = ("input_ids", "position_ids") if way == "layers" else ()
+    inputs |= {key: x if key in is_whole else _take(x, axis, order) for key, x in own.items()}
     # with a mask the model does not look for documents in a rank's positions
     ones = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
     inputs |= {} if is_packed else {"attention_mask": ones if mask is None else mask}
     packed = places.expand(rows, -1) if is_packed else None
     labels = None if labels is None else _take(labels, axis, order)
     mask = None if mask is None else mask.bool()
-    sequence = Sequence(axis, inner, by_heads, order, length, mask, packed, labels, items, [])
+    sequence = Sequence(axis, inner, way, order, length, mask, packed, labels, items, [])
     return sequence, {**inputs, "use_cache": False}
 
 
@@ -278,7 +290,9 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mas
             raise FzeroError(type(module).__name__, problem, "leave sp out")
     if sequence.order is not None:
         return rotate(module, query, key, value, attention_mask, axis, how), None
-    if not sequence.by_heads:
+    if sequence.way == "layers":
+        return inner(module, query, key, value, attention_mask, **how)[0], None
+    if sequence.way == "keys":
         keys, values = (all_gather(x.movedim(2, 0).contiguous(), axis).movedim(0, 2) for x in (key, value))
         return inner(module, query, keys, values, attention_mask, **how)[0], None
 
@@ -298,7 +312,7 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mas
 
 
 def make_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **how: Any) -> Any:
-    """The mask that a model asks for: of all places by heads, else of this rank's queries and all keys."""
+    """The mask that a model asks for: of all places, or with all keys of this rank's queries."""
     sequence = _sequence.get()
     if args or how.get("use_vmap"):
         problem = "makes masks by a function of its own, which may read what ranks have parts of"
@@ -308,7 +322,7 @@ def make_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **how:
         return read_sight(function, sequence.order, sequence.axis, sequence.positions, sequence.mask)
     function = _widen(function, sequence.positions)
     rows, how["q_offset"] = length, 0
-    if not sequence.by_heads:
+    if sequence.way == "keys":
         rows = length // axis_size(sequence.axis)
         how |= {"q_offset": axis_index(sequence.axis, how.get("device", "cpu")) * rows, "allow_is_causal_skip": False}
     how |= {"attention_mask": sequence.mask, "mask_function": function}

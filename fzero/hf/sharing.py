@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from fzero import axis_index, axis_size, tree
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import mesh_shape
+from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
 from fzero.hf.rotation import check_rotation
-from fzero.hf.sequence import check_sequence, cut_sequence
+from fzero.hf.places import find_blocks, keep_places
+from fzero.hf.sequence import Way, check_sequence, choose_way, cut_sequence
 from fzero.hf.styles import Axis, Cut, Style, find_style, send_tokens
 from fzero.hf.tensor_plans import Rule, generalize, list_rules
 from fzero.hf.vocabulary import spread_vocabulary
@@ -26,12 +27,11 @@ from fzero.hf.wishes import Wish
 
 class Sharing(NamedTuple):
     """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts.
-    `sequence` is the axis of ranks that have parts of a sequence, whether their attention goes by heads, and whether
-    their keys are rotated."""
+    `sequence` is the axis of ranks that have parts of a sequence, and how attention sees all of it."""
 
     rules: Mapping[str, Rule]
     split: Mapping[str, tuple[Any, ...]]
-    sequence: tuple[Axis, bool, bool] | None = None
+    sequence: tuple[Axis, Way] | None = None
     stages: Axis | None = None  # the axis of ranks that have stages of a pipeline
 
 
@@ -51,11 +51,7 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any, stages: Axis | None = 
         check_adapters(model)
     sequence = None
     if wish.sp is not None:
-        shared = 1 if wish.tp is None else sizes.size(axes[wish.tp])
-        by_heads = check_sequence(find_model(model), wish.sp, sizes.size(axes[wish.sp]), shared)
-        if wish.rotate:
-            check_rotation(find_model(model))
-        sequence = wish.sp, by_heads, wish.rotate
+        sequence = wish.sp, _choose_way(find_model(model), wish, sizes, axes)
     if wish.plan is not None and wish.tp is None and wish.ep is None:
         raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
     if wish.tp is None and wish.ep is None and stages is None:
@@ -69,6 +65,24 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any, stages: Axis | None = 
     names = {rule.axis: (rule.axis,) if isinstance(rule.axis, str) else rule.axis for rule in rules.values()}
     check_counts(model, rules, {axis: sizes.size(sizes.join(each)) for axis, each in names.items()})
     return Sharing(rules, _find_splits(find_cuts(model, rules)), sequence, stages)
+
+
+def _choose_way(model: Any, wish: Wish, mesh: VirtualMesh, axes: Mapping[Axis, str]) -> Way:
+    """How attention sees all places, for a wish with `sp`.
+
+    Raises:
+        FzeroError: for a model that ranks cannot have parts of a sequence of, and one whose keys cannot be rotated.
+    """
+    assert wish.sp is not None
+    check_sequence(model, wish.sp)
+    if wish.is_between and wish.rotate:
+        problem = "is given, and in attention ranks along sp, which is tp, have all places"
+        raise FzeroError("rotate", problem, "leave it out, or give sp another axis")
+    if wish.rotate:
+        check_rotation(model)
+        return "rotated"
+    shared = 1 if wish.tp is None else mesh.size(axes[wish.tp])
+    return "layers" if wish.is_between else choose_way(model, mesh.size(axes[wish.sp]), shared)
 
 
 def _send_tokens(rules: Mapping[str, Rule], wish: Wish) -> dict[str, Rule]:
@@ -139,6 +153,9 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
             rule = rules.get(name)
             if rule is not None and rule.style.effect is not None:
                 replace(module, _run_with(rule, module, module.forward))
+        if sharing.sequence is not None and sharing.sequence[1] == "layers":
+            for block in find_blocks(model, [name for name, rule in rules.items() if rule.style.effect is not None]):
+                replace(block, keep_places(block.forward))
         if sharing.sequence is not None:
             base = find_model(model)
             replace(base, cut_sequence(base, *sharing.sequence))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fzero import all_gather, axis_index, axis_size, psum, psum_scatter
+from fzero import all_gather, all_to_all, axis_index, axis_size, psum, psum_scatter
 from fzero.parallel.routing import experts
 from fzero.parallel.vocabulary import find_local
 
@@ -78,6 +79,35 @@ def is_transposed(module: nn.Module) -> bool:
 
 # what a forward does
 
+_noted: ContextVar[list[tuple[Tensor, Callable[[int], Tensor]]]] = ContextVar("noted")
+
+
+def note(whole: Tensor, take: Callable[[int], Tensor]) -> Tensor:
+    """`whole`, which is the same on all ranks; `take(dim)` computes a rank's own block of it from what ranks have."""
+    noted = _noted.get(None)
+    if noted is not None:
+        noted[:] = [(whole, take)]
+    return whole
+
+
+@contextmanager
+def noting() -> Iterator[Callable[[Tensor, Axis, int], Tensor]]:
+    """A context, and a function that takes the rank's own block, along a dim, of a value that was computed in it. Of
+    the last sum or gather it does so without the whole, which nothing reads then."""
+    noted: list[tuple[Tensor, Callable[[int], Tensor]]] = []
+    token = _noted.set(noted)
+
+    def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
+        for whole, each in noted:
+            if whole is x:
+                return each(dim)
+        return take_block(x, axis, dim)
+
+    try:
+        yield take
+    finally:
+        _noted.reset(token)
+
 
 def keep_columns(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The rank's own outputs. Conv1D of GPT-2 has their number in an attribute."""
@@ -95,11 +125,12 @@ def add_up(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> A
         return forward(x)
     columns = module.weight.shape[0 if is_transposed(module) else -1]
     x = x if x.shape[-1] == columns else take_block(x, axis)
-    if getattr(module, "bias", None) is None:
-        return psum(forward(x), axis)
-    if type(module).forward is nn.Linear.forward:
-        return psum(nn.functional.linear(x, module.weight), axis) + module.bias
-    return psum(forward(x) - module.bias * (1 - 1 / ranks), axis)
+    bias = getattr(module, "bias", None)
+    if bias is not None and type(module).forward is nn.Linear.forward:
+        own = nn.functional.linear(x, module.weight)
+        return note(psum(own, axis) + bias, lambda dim: psum_scatter(own, axis, dim) + bias)
+    own = forward(x) if bias is None else forward(x) - bias * (1 - 1 / ranks)
+    return note(psum(own, axis), lambda dim: psum_scatter(own, axis, dim))
 
 
 def add_up_whole(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +159,10 @@ def take_block(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 def gather(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The output of all ranks, joined along the last dim."""
-    blocks = all_gather(forward(*args, **kwargs).unsqueeze(0), axis, 0)
-    return blocks.movedim(0, -2).flatten(-2)  # copies runs: a gather along the last dim would copy single elements
+    own = forward(*args, **kwargs)
+    blocks = all_gather(own.unsqueeze(0), axis, 0)
+    whole = blocks.movedim(0, -2).flatten(-2)  # copies runs: a gather along the last dim would copy single elements
+    return note(whole, lambda dim: all_to_all(own, axis, dim, own.ndim - 1))
 
 
 def scatter(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
@@ -156,7 +189,8 @@ def look_up(module: Any, axis: Axis, forward: Callable[..., Any], input: Tensor)
         found = forward(local)
     if padding is not None:
         found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
-    return psum(found.masked_fill(is_own.logical_not().unsqueeze(-1), 0), axis)
+    own = found.masked_fill(is_own.logical_not().unsqueeze(-1), 0)
+    return note(psum(own, axis), lambda dim: psum_scatter(own, axis, dim))
 
 
 def share(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,12 @@ class Wish(NamedTuple):
         """Whether ranks along `ep` take different examples, whose tokens go to the ranks of their experts."""
         return self.ep is not None and self.capacity != "same"
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the ranks that share layers by `tp` have parts of a sequence between these."""
+        tp, _, sp = _list_names(self)
+        return sp is not None and sp == tp
+
     def of_equal_examples(self) -> dict[str, Any]:
         """The arguments of `generate`, where ranks along all of these axes have the same examples, and all places."""
         return {"tp": self.tp, "ep": self.ep, "sp": self.sp, "plan": self.plan}
@@ -43,7 +49,7 @@ class Wish(NamedTuple):
 
         Raises:
             FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
-                state is cut over; for ranks along `sp` that also share layers; for a `capacity` that is not above 0,
+                state is cut over; for some ranks along `sp` that also share layers; for a `capacity` that is not above 0,
                 without `ep`, or where `ep` is an axis of `tp`.
         """
         for word, axis in zip(self._fields, self[:3]):
@@ -51,10 +57,12 @@ class Wish(NamedTuple):
             if axis is not None and not (names and all(isinstance(name, str) for name in names)):
                 raise FzeroError(f"{word}={axis!r}", "is no axis", 'give a name, such as "tp", or a tuple of names')
         axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
-        of_layers = {name for axis in (self.tp, self.ep) if axis is not None for name in mesh.split(axes[axis])}
+        others = (self.ep,) if self.is_between else (self.tp, self.ep)
+        of_layers = {name for axis in others if axis is not None for name in mesh.split(axes[axis])}
         if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
-            problem = f"its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
-            raise FzeroError(f"sp={self.sp!r}", problem, "give the mesh an axis besides for parts of a sequence")
+            problem = f"some of its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
+            way_out = "give sp the axes of tp, or the mesh an axis besides for parts of a sequence"
+            raise FzeroError(f"sp={self.sp!r}", problem, way_out)
         if isinstance(self.capacity, (int, float)) and not 0 < self.capacity < math.inf:
             raise FzeroError(f"capacity={self.capacity!r}", "is no room for tokens", "give a number above 0, or None")
         if self.capacity != "same" and self.ep is None:

@@ -1,0 +1,69 @@
+"""Places: ranks that share layers have all places of a sequence in them, and between them each has its own.
+
+    ranks along `tp`        own places    all places, some heads or columns    own places
+    norm, residual, loss        x      -> gather -> attention, or the MLP -> scatter ->  x + ...
+
+It is the sequence parallelism of Megatron (Korthikanti et al., 2022) for models of transformers. A block is what reads
+all places: what lies directly in a layer and has rules, the embedding, and the head if it has a rule. What a block sums
+over ranks is scattered instead, and what it gathers goes to the rank of its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fzero import all_gather, axis_size, tree
+from fzero.base.errors import FzeroError
+from fzero.hf.caches import find_parts
+from fzero.hf.sequence import find_sequence
+from fzero.hf.styles import noting
+
+
+def find_blocks(model: Any, names: Sequence[str]) -> list[nn.Module]:
+    """The blocks of a model that has rules for modules of these names. Layers are the elements of lists of modules.
+
+    Raises:
+        FzeroError: for a rule elsewhere.
+    """
+    modules = dict(model.named_modules())
+    layers = [name for name, x in modules.items() if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)]
+    ends = {id(x) for x in (model.get_input_embeddings(), model.get_output_embeddings()) if x is not None}
+    outside = {name for name, x in modules.items() if id(x) in ends}
+    blocks = {name for name, x in modules.items() if x is model.get_input_embeddings()}
+    for name in names:
+        layer = next((each for each in layers if name.startswith(f"{each}.")), None)
+        if layer is not None:
+            blocks.add(".".join(name.split(".")[: layer.count(".") + 2]))
+            continue
+        found = next((each for each in outside if f"{name}.".startswith(f"{each}.")), None)
+        if found is None:
+            problem = "has a rule, and lies in no layer: it is not known which places of a sequence it reads"
+            raise FzeroError(name, problem, "leave sp out, or leave it whole: plan={name: 'replicate'}")
+        blocks.add(found)
+    return [modules[name] for name in sorted(blocks)]
+
+
+def keep_places(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block, which takes and returns a rank's own places and computes with all."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        sequence = find_sequence()
+        if sequence is None or axis_size(sequence.axis) == 1:
+            return forward(*args, **kwargs)
+        axis, length = sequence.axis, sequence.length
+        own, along = length // axis_size(axis), {axis} if isinstance(axis, str) else {*axis}
+
+        def gather(x: Any) -> Any:
+            is_own = isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == own and along.intersection(find_parts(x))
+            return all_gather(x, axis, 1) if is_own else x
+
+        with noting() as take:
+            made = forward(*map(gather, args), **{name: gather(x) for name, x in kwargs.items()})
+            return tree.map(lambda x: take(x, axis, 1) if x.ndim == 3 and x.shape[1] == length else x, made)
+
+    return run
