@@ -3,9 +3,9 @@
     python tools/sequence_models.py [folder ...]
 
 Each folder's model, with a small configuration, computes loss, logits and gradients on virtual ranks and on one device:
-packed documents on two ranks, whose attention goes by heads, and rows with labels of unequal number on eight ranks,
-whose queries see the keys of all. Windows and chunks of attention are shorter than rows. The list of types that equal
-one device in both is `fzero/hf/sequence_models.py`.
+packed documents on two ranks, whose attention goes by heads; rows with labels of unequal number on eight ranks, whose
+queries see the keys of all; and packed documents on two ranks that also share layers. Windows and chunks of attention
+are shorter than rows. The list of types that equal one device in all is `fzero/hf/sequence_models.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from fzero import FzeroError, VirtualMesh, tree
 
 ALLOWED = 1e-5
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * tiny_models.ROWS)
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {"heads": (2, {"position_ids": PACKED}), "keys": (8, {})}
+WAYS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
+    "heads": (2, None, {"position_ids": PACKED}), "keys": (8, None, {}), "layers": (2, "sp", {"position_ids": PACKED})
+}  # fmt: skip
 
 
-def compare(folder: str, ranks: int, more: dict[str, Any]) -> float:
+def compare(folder: str, ranks: int, tp: str | None, more: dict[str, Any]) -> float:
     """The largest relative difference of loss, logits and gradients."""
     made = tiny_models.make(folder, "tp_plan")
     if made is None:
@@ -40,7 +42,7 @@ def compare(folder: str, ranks: int, more: dict[str, Any]) -> float:
     types = (*fzero.hf.sequence.MODEL_TYPES, model.config.get_text_config().model_type)
     mesh = VirtualMesh(fsdp=1, sp=ranks)
     with patch.object(fzero.hf.sequence, "MODEL_TYPES", types):
-        params, apply = fzero.hf.parallel(model, mesh, tp=None, sp="sp")
+        params, apply = fzero.hf.parallel(model, mesh, tp=tp, sp="sp")
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -64,12 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", default=tiny_models.list_folders(), help="of transformers")
     equal = []
-    print("| folder | by heads | by keys |\n|---|---|---|")
+    print(f"| folder | {' | '.join(WAYS)} |\n|{'---|' * (len(WAYS) + 1)}")
     for folder in parser.parse_args().folders:
         found = []
-        for ranks, more in WAYS.values():
+        for way in WAYS.values():
             try:
-                apart = compare(folder, ranks, more)
+                apart = compare(folder, *way)
                 found.append("equal" if apart < ALLOWED else f"**differs** by {apart:.1e}")
             except (FzeroError, tiny_models.UntriedError) as error:
                 found.append(f"refused: {' '.join(str(error).split())[:120]}")

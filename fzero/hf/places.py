@@ -5,7 +5,8 @@
 
 It is the sequence parallelism of Megatron (Korthikanti et al., 2022) for models of transformers. A block is what reads
 all places: what lies directly in a layer and has rules, the embedding, and the head if it has a rule. What a block sums
-over ranks is scattered instead, and what it gathers goes to the rank of its place.
+over ranks is scattered instead, and what it gathers goes to the rank of its place. The backward pass gathers the input
+of a block again, so that a rank keeps its own places alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fzero import all_gather, axis_size, tree
+from fzero import all_gather, axis_size, remat, tree
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import find_parts
 from fzero.hf.sequence import find_sequence
@@ -25,15 +26,21 @@ from fzero.hf.styles import noting
 
 def find_blocks(model: Any, names: Sequence[str]) -> list[nn.Module]:
     """The blocks of a model that has rules for modules of these names. Layers are the elements of lists of modules.
+    What lies in them and has no modules, such as a norm, computes place by place.
 
     Raises:
         FzeroError: for a rule elsewhere.
     """
     modules = dict(model.named_modules())
-    layers = [name for name, x in modules.items() if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)]
+    layers = list[str]()
+    for name in modules:  # a list in a layer, such as one of experts, comes behind the layer
+        is_element = isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
+        if is_element and not any(name.startswith(f"{layer}.") for layer in layers):
+            layers.append(name)
     ends = {id(x) for x in (model.get_input_embeddings(), model.get_output_embeddings()) if x is not None}
     outside = {name for name, x in modules.items() if id(x) in ends}
     blocks = {name for name, x in modules.items() if x is model.get_input_embeddings()}
+    blocks |= {name for name, x in modules.items() if name.rpartition(".")[0] in layers and any(x.children())}
     for name in names:
         layer = next((each for each in layers if name.startswith(f"{each}.")), None)
         if layer is not None:
@@ -60,10 +67,13 @@ def keep_places(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         def gather(x: Any) -> Any:
             is_own = isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == own and along.intersection(find_parts(x))
-            return all_gather(x, axis, 1) if is_own else x
+            return all_gather(x, axis, 1).contiguous() if is_own else x  # modules view it as they view their own places
 
-        with noting() as take:
-            made = forward(*map(gather, args), **{name: gather(x) for name, x in kwargs.items()})
-            return tree.map(lambda x: take(x, axis, 1) if x.ndim == 3 and x.shape[1] == length else x, made)
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with noting() as take:
+                made = forward(*map(gather, args), **{name: gather(x) for name, x in kwargs.items()})
+                return tree.map(lambda x: take(x, axis, 1) if x.ndim == 3 and x.shape[1] == length else x, made)
+
+        return remat(compute, policy="local")(*args, **kwargs)
 
     return run

@@ -16,8 +16,8 @@ from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
-from fzero.hf.rotation import check_rotation
 from fzero.hf.places import find_blocks, keep_places
+from fzero.hf.rotation import check_rotation
 from fzero.hf.sequence import Way, check_sequence, choose_way, cut_sequence
 from fzero.hf.styles import Axis, Cut, Style, find_style, send_tokens
 from fzero.hf.tensor_plans import Rule, generalize, list_rules

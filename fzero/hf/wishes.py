@@ -49,8 +49,8 @@ class Wish(NamedTuple):
 
         Raises:
             FzeroError: for an axis that is no name or tuple of names; for one that the mesh lacks; for the one that all
-                state is cut over; for some ranks along `sp` that also share layers; for a `capacity` that is not above 0,
-                without `ep`, or where `ep` is an axis of `tp`.
+                state is cut over; for some ranks along `sp` that also share layers; for a `capacity` that is not above
+                0, without `ep`, or where `ep` is an axis of `tp`.
         """
         for word, axis in zip(self._fields, self[:3]):
             names = axis if isinstance(axis, tuple) else (axis,)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fzero.passes.order import count_depths, find_dependences, find_mutable, restore_order
 from fzero.program.arguments import operand_of
-from fzero.program.operation import Node
+from fzero.program.operation import AGAIN, Node
 from fzero.program.program import Program
 from fzero.program.records import find_calls, record
 
@@ -17,7 +17,8 @@ def coalesce(program: Program) -> Program:
     ready.
 
     The sums of squares behind a global norm then cost one collective, not one for each leaf. All-reduces of operands
-    that the step overwrites stay as they are. Same results, bit for bit where the backend reduces elements alike at
+    that the step overwrites stay as they are, and so do those that a backward pass repeats: together with others they
+    would be there long before their use. Same results, bit for bit where the backend reduces elements alike at
     all positions; with two ranks every backend does.
     """
     if len(_find_reductions(program)) < 2:
@@ -29,7 +30,7 @@ def coalesce(program: Program) -> Program:
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in reductions:
         value, (source, *how) = node.meta["val"], node.args
-        if source not in held:
+        if source not in held and AGAIN not in node.meta:
             key = node.target, *how, value.dtype, value.device, depth[node]
             groups.setdefault(key, []).append(node)
     for members in groups.values():

@@ -16,10 +16,11 @@ from fzero.passes.order import erase_dead
 from fzero.program.arguments import call_of, item_of
 from fzero.program.operation import AGAIN, Node, values_of
 from fzero.program.program import Program
-from fzero.program.records import find_writes, record, storage
+from fzero.program.records import comm_of, find_writes, record, storage
 from fzero.values.regions import Region, Turn, get_mark, set_mark
 
 _DETACH = torch.ops.aten.detach.default
+_CLONE = torch.ops.aten.clone.default
 
 
 def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
@@ -30,7 +31,8 @@ def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
 
     * its inputs, and its values that the forward pass uses outside of the region;
     * the values that its policy keeps;
-    * the results of collectives: a gather gets another use, and `release` decides whether to gather again;
+    * the results of collectives: a gather of parameters gets another use, and `release` decides whether to gather
+      again. Those along model axes, with their views and copies, are computed again if the policy has them repeat;
     * values in memory that is written to from outside the region.
 
     Kept values of at least `least` bytes that the region's policy moves to the host are copied there and back
@@ -52,7 +54,7 @@ def recompute(program: Program, least: int = LEAST_BYTES) -> None:
     while regions := _find_outermost(program.graph):
         writers = _find_writers(program.graph)
         for region, members in regions.items():
-            kept, on_host = _find_residuals(region, members, writers)
+            kept, on_host = _find_residuals(program, region, members, writers)
             again |= _recompute(program, region, members, set(members) - kept, writers)
             moved |= dict.fromkeys(node for node in members if node in on_host)
     move_to_host(program, [node for node in moved if node not in again], again, least)
@@ -107,11 +109,13 @@ def _is_backward(node: Node, region: Region) -> bool:
     return get_mark(node).in_backward and not region.in_backward
 
 
-def _find_residuals(region: Region, members: list[Node], writers: dict[Any, list[Node]]) -> tuple[set[Node], set[Node]]:
+def _find_residuals(
+    program: Program, region: Region, members: list[Node], writers: dict[Any, list[Node]]
+) -> tuple[set[Node], set[Node]]:
     """The nodes of a region that are not computed again: values that the region keeps, views of these and of the
     region's inputs, which cost nothing, and values whose memory or operands have changed by then. Beside them those
     that the region's policy moves to the host."""
-    chosen, on_host = _choose_results(members, region)
+    chosen, on_host = _choose_results(program, members, region)
     kept = {node for node in members if node in chosen or _is_used_forward(node, region)}
     inputs = {source for node in members for source in node.all_input_nodes if not _is_inside(source, region)}
     alive = {storage(node) for node in kept | inputs}
@@ -131,18 +135,20 @@ def _is_used_forward(node: Node, region: Region) -> bool:
     return any(not _is_inside(user, region) and not _is_backward(user, region) for user in node.users)
 
 
-def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set[Node]]:
-    """The tensors among the results of a region that are results of collectives, or that it or its policy keeps, and
-    those of them that its policy moves to the host.
+def _choose_results(program: Program, members: list[Node], region: Region) -> tuple[set[Node], set[Node]]:
+    """The tensors among the results of a region that are results of collectives which do not repeat, or that it or its
+    policy keeps, and those of them that its policy moves to the host.
 
     The policy is asked once for each operation, in order: a policy may count.
     """
-    chosen, on_host = set[Node](), set[Node]()
+    chosen, on_host, repeated = set[Node](), set[Node](), set[Node]()
     for node in members:
         number = get_mark(node).number
-        if node.op != "call_function" or record(node).moves is not None or number in region.kept | region.moved:
+        if node.op != "call_function" or number in region.kept | region.moved or _is_sent_once(program, node, region):
             chosen.add(node)
             on_host.update([node] if number in region.moved else [])
+        elif record(node).moves is not None or _is_copy(node, repeated):
+            repeated.add(node)
         elif (item := item_of(node)) is not None:
             chosen.update([node] if item.source in chosen else [])
             on_host.update([node] if item.source in on_host else [])
@@ -155,6 +161,26 @@ def _choose_results(members: list[Node], region: Region) -> tuple[set[Node], set
                 on_host.update([node] if fate == "host" else [])
     kept = {node for node in chosen if node.op != "call_function" or isinstance(node.meta.get("val"), Tensor)}
     return kept, kept & on_host
+
+
+def _is_sent_once(program: Program, node: Node, region: Region) -> bool:
+    """Whether a node is a collective that does not repeat: of parameters, along a data axis, or in a loop."""
+    if record(node).moves is None:
+        return False
+    if not region.repeats_collectives or record(node).body is not None:
+        return True
+    of_models = {*program.model_axes}
+    return any(
+        sent.bucket or not of_models.issuperset(program.mesh.split(sent.axis)) for sent in comm_of(program, node)
+    )
+
+
+def _is_copy(node: Node, values: set[Node]) -> bool:
+    """Whether a node is a view, or a copy, of one of these values."""
+    sources = node.all_input_nodes
+    if len(sources) != 1 or sources[0] not in values:
+        return False
+    return node.target is _CLONE or storage(node) == storage(sources[0])
 
 
 def _is_asked(target: Any) -> bool:
@@ -179,11 +205,12 @@ def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[An
 
 def _copy_nodes(program: Program, nodes: list[Node], turns: tuple[Turn, ...]) -> dict[Node, Node]:
     """Node -> its copy, at the graph's insert point, in these turns. The mark of a copy lacks the outermost region of
-    its node."""
+    its node, and regions in it that repeat collectives alone: what came again is used soon."""
     copies: dict[Node, Node] = {}
     for node in nodes:
         copies[node] = program.repeat(node, lambda source: copies.get(source, source))
         copies[node].meta = {**node.meta, "val": copies[node].meta["val"], AGAIN: True}
         mark = get_mark(node)
-        set_mark(copies[node].meta, mark._replace(regions=mark.regions[1:], turns=turns))
+        inner = tuple(region for region in mark.regions[1:] if not region.is_local)
+        set_mark(copies[node].meta, mark._replace(regions=inner, turns=turns))
     return copies

@@ -36,6 +36,7 @@ _POLICIES: dict[str | None, Policy] = {
     "dots": lambda context, operation, *args, **kwargs: operation.__name__.partition(".")[0] in DOTS,
     "budget": lambda context, operation, *args, **kwargs: True,
     "offload": lambda context, operation, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    "local": lambda context, operation, *args, **kwargs: True,
 }
 Fate = Literal["keep", "again", "host"]
 """What becomes of a value until the backward pass uses it: a region keeps it, computes it again, or moves it to the
@@ -67,14 +68,17 @@ def remat(fn: Callable[..., Any], policy: str | list[Any] | Policy | None = None
     * "offload": everything, in the memory of the host. Each value that the backward pass uses is copied there and back,
       beside compute. Values of less than 4 KiB stay, and so do values that the backward pass uses before they could
       have gone and come back.
+    * "local": what a rank computes by itself. What comes along model axes comes again: a rank that gathers a sequence
+      for a layer keeps its own part alone.
     * a list of operations, such as `[torch.ops.aten.mm.default]`: their results.
     * a function `policy(context, operation, *args, **kwargs)`: the results for which it returns True or a
       `CheckpointPolicy` to save; those to offload go to the host; MUST and PREFER are alike. The list and the function
       are what `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes. `fzero` calls the function once for
       each operation of torch in `fn`, in order, with tensors without data; `context.op_output` is the result.
 
-    Results are the same bit for bit: random draws repeat. Collectives do not repeat, except that parameters are
-    gathered again where the step's stage says so.
+    Results are the same bit for bit: random draws repeat. Collectives along model axes repeat with the policies None,
+    as under `torch.utils.checkpoint`, and "local". Others do not repeat, except that parameters are gathered again
+    where the step's stage says so.
 
     While `fn` is traced, `remat` marks its nodes and changes nothing else. So `fn` may contain, or stand in, any
     torch.func transform, and regions nest. Outside a sharded step the result does what `fn` does.
@@ -115,7 +119,8 @@ def _find_policy(policy: Any) -> Policy:
         return lambda context, operation, *args, **kwargs: operation in operations
     if policy is None or (isinstance(policy, str) and policy in _POLICIES):
         return _POLICIES[policy]
-    way_out = 'give None, "dots", "budget", "offload", a list of operations or a function'
+    words = ", ".join(f'"{name}"' for name in _POLICIES if name)
+    way_out = f"give None, {words}, a list of operations or a function"
     raise FzeroError("policy", f"is {policy!r}", way_out)
 
 
@@ -137,6 +142,16 @@ class Region:
         self._policy, self.in_backward, self.by_budget = policy, in_backward, by_budget
         self.kept, self.moved = kept, moved
         self._answers: dict[str, Fate] = {}
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it keeps what a rank computes by itself, and nothing else."""
+        return self._policy is _POLICIES["local"]
+
+    @property
+    def repeats_collectives(self) -> bool:
+        """Whether collectives along model axes repeat."""
+        return self.is_local or self._policy is _POLICIES[None]
 
     def copy(self) -> Region:
         """A region of the same policy, for another call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "packed documents, fewer heads of keys than ranks": ("llama", {"sp": 4}, {"position_ids": PACKED}),
     "packed documents, by keys": ("llama", {"sp": 8}, {"position_ids": PACKED}),
     "padding, beside parts of heads": ("llama", {"sp": 2, "tp": 2}, {"attention_mask": PADDED}),
+    "windows, sinks and experts, between layers that ranks share": ("gpt-oss", {"tp": 2}, {"position_ids": PACKED}),
 }
 
 
@@ -90,10 +92,34 @@ def assert_alike(model: Any, batch: dict[str, Any], loss: Any, logits: Any, grad
 def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
     name, axes, more = CASES[case]
     model, batch, mesh = make(name), {**make_batch(), **more}, VirtualMesh(fsdp=1, **axes)
-    params, apply = fzero.hf.parallel(model, mesh, tp="tp" if "tp" in axes else None, sp="sp")
+    params, apply = fzero.hf.parallel(model, mesh, tp="tp" if "tp" in axes else None, sp="sp" if "sp" in axes else "tp")
     step = make_step(apply, use_cache=False)
     (loss, logits), grads = fzero.simulate(step, mesh, data=("fsdp",))(params, batch)
     assert_alike(model, {**batch, "use_cache": False}, loss, logits, grads)
+
+
+def test_ranks_that_share_layers_have_their_own_places_between_them() -> None:
+    """The sequence parallelism of Megatron: each layer gathers and scatters twice, forward and backward, and gathers
+    twice more. The embedding scatters, the head gathers, and its logits go to the ranks of their places."""
+    torch.manual_seed(0)
+    model, mesh = LlamaForCausalLM(LlamaConfig(**SIZES)).double(), VirtualMesh(fsdp=1, tp=2)
+    batch, long = {**make_batch(), "attention_mask": PADDED}, make_batch(length=512)
+    hidden, logits, peaks = 2 * 8 * 16 * 8, 2 * 8 * 32 * 8, []
+    for sp in (None, "tp"):
+        params, apply = fzero.hf.parallel(model, mesh, tp="tp", sp=sp)
+        step = fzero.simulate(make_step(apply, use_cache=False), mesh, data=("fsdp",))
+        peaks.append(step.trace(params, long).memory().peak)
+    (loss, got), grads = step(params, batch)
+    assert_alike(model, {**batch, "use_cache": False}, loss, got, grads)
+    sent = Counter[str]()
+    for entry in step.trace(params, batch).comm():
+        sent[entry.op] += entry.nbytes if entry.axis == "tp" and entry.bucket is None and entry.nbytes > 8 else 0
+    assert +sent == {
+        "all_gather": (6 * 2 + 3) * hidden + logits,  # the logits that the step returns are gathered
+        "psum_scatter": (4 * 2 + 2) * hidden,
+        "all_to_all": logits,  # half of them forward, and half backward
+    }
+    assert peaks[1] < 0.7 * peaks[0]
 
 
 def test_packed_documents_are_separated_where_layers_are_computed_again() -> None:
@@ -156,10 +182,18 @@ def test_a_model_whose_output_is_not_of_places_is_refused() -> None:
         step(params, tokens)
 
 
-@pytest.mark.parametrize("how", [{"tp": "tp", "sp": "tp"}, {"tp": None, "sp": ["sp"]}])
-def test_axes_that_are_none_or_the_same_are_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(FzeroError, match=r"sp='tp': its ranks share layers too|sp=\['sp'\]: is no axis"):
-        fzero.hf.parallel(make("llama"), VirtualMesh(fsdp=1, tp=2, sp=1), **how)
+REFUSED_AXES: dict[str, dict[str, Any]] = {
+    r"sp='tp': some of its ranks share layers too: tp=None, ep='tp'": {"tp": None, "ep": "tp", "sp": "tp"},
+    r"some of its ranks share layers too: tp=\('tp', 'sp'\)": {"tp": ("tp", "sp"), "sp": "tp"},
+    r"sp=\['sp'\]: is no axis": {"tp": None, "sp": ["sp"]},
+    "rotate: is given, and in attention ranks along sp, which is tp, have all": {"sp": "tp", "rotate": True},
+}
+
+
+def test_axes_that_are_none_or_the_same_are_refused() -> None:
+    for words, how in REFUSED_AXES.items():
+        with pytest.raises(FzeroError, match=words):
+            fzero.hf.parallel(make("llama"), VirtualMesh(fsdp=1, tp=2, sp=1), **how)
 
 
 def test_noise_on_the_input_of_routers_is_refused() -> None:

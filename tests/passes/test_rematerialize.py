@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import fzero
-from fzero import tree
+from fzero import VirtualMesh, tree
 from fzero.base.errors import FzeroError
 from fzero.passes import bucket, defaults, release, rematerialize
 from fzero.program import ops
@@ -397,10 +398,44 @@ def test_masks_are_drawn_again_by_their_number() -> None:
     assert numbers == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
-def test_collectives_are_not_repeated() -> None:
+def test_collectives_along_data_axes_are_not_repeated() -> None:
     wrapped = on_blocks(fzero.value_and_grad(loss_of(fzero.remat(averaged))))
     before = wrapped.trace()
     assert sorted(moved(rematerialize(before))) == sorted(moved(before))
+
+
+def test_collectives_along_model_axes_repeat_without_a_policy_and_with_local() -> None:
+    """Columns and rows around a sum and a gather: the last scatter of a block is its result, which nobody needs again.
+    The repeated sums are not joined with those of the forward pass, where they would stay until their use."""
+
+    def block(layer: Any, x: Tensor) -> Tensor:
+        hidden = F.gelu(fzero.all_gather(x, "tp") @ layer["up"]) @ layer["down"]
+        mean = fzero.psum(hidden, "tp").sin()
+        return x + fzero.psum_scatter(hidden * mean, "tp")
+
+    mesh, held = VirtualMesh(fsdp=1, tp=2), {f"layers.*.{name}": ("tp", dim) for name, dim in (("up", 1), ("down", 0))}
+    params, x = fzero.partition(blocks(3), mesh, split=held), torch.randn(64, WIDTH)
+
+    def take(wrap: Wrap) -> tuple[Any, dict[str, int], int]:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            own = x.unflatten(0, (2, -1)).index_select(0, fzero.axis_index("tp").reshape(1)).squeeze(0)
+            return fzero.psum(loss_of(wrap(block))(params, own), "tp")
+
+        step = fzero.simulate(fzero.value_and_grad(loss), mesh, data=("fsdp",))
+        program = step.trace(params, x)
+        counts = Counter(entry.op for entry in program.comm() if entry.axis == "tp" and entry.nbytes > 4)
+        return fzero.unpartition(step(params, x)), counts, program.memory().peak
+
+    results, once, most = take(plain)
+    for wrap in (dots, partial(fzero.remat, policy="offload")):
+        assert take(wrap)[1] == once
+    peaks = [most]
+    for wrap in (partial(fzero.remat, policy="local"), fzero.remat):
+        again, counts, peak = take(wrap)
+        torch.testing.assert_close(again, results, rtol=0, atol=0)
+        assert counts == once + Counter(all_gather=3, all_reduce=3)
+        peaks.append(peak)
+    assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == 3
 
 
 def test_a_result_that_only_the_backward_pass_needs_is_computed_again() -> None:
