@@ -68,6 +68,7 @@ def predict(run: Run) -> dict[str, Any]:
     """What the planner says of a run."""
     mesh, start = read_mesh("mesh", run.mesh), time.process_time()
     recipe = forecast.Recipe(run.batch, run.length, run.microbatches, run.stage, None, run.remat)
+    recipe = recipe._replace(sequence_parallel=run.sequence_parallel)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[run.model]))
         rates = HARDWARE[run.hardware].rates(mesh)
@@ -96,6 +97,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         planned += f" in {run.microbatches}" if run.microbatches > 1 else ""
         planned += f", stage {run.stage}" if run.stage else ""
         planned += f", remat {run.remat}" if run.remat else ""
+        planned += ", sequence-parallel" if run.sequence_parallel else ""
         cells = [
             run.what,
             planned,

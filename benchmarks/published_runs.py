@@ -35,6 +35,11 @@ class Run(NamedTuple):
     remat: str | None = None
     reasons: tuple[str, ...] = ()
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks along "tp" have parts of rows between layers, as in all of these runs."""
+        return "tp=" in self.mesh and "sp=" not in self.mesh
+
 
 def _llama(width: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}

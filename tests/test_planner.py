@@ -48,6 +48,8 @@ def test_a_forecast_has_the_bytes_of_the_step(capsys: pytest.CaptureFixture[str]
     assert 0 <= found["state"] / (12 * numel / 8) - 1 < 0.02  # padding
     assert found["state"] < found["peak"] and found["fits"] and found["moved"].keys() >= {"fsdp", "tp"}
     assert found["tokens_a_second"] * found["seconds"] * 8 == pytest.approx(found["tokens"])
+    between = json.loads(plan(capsys, *given, "--mesh", "fsdp=4,tp=2", "--sequence-parallel"))
+    assert between["peak"] < found["peak"] and between["state"] == found["state"]
     alone = json.loads(plan(capsys, *given, "--mesh", "fsdp=8", "--remat"))
     assert alone["flops"] > found["flops"] and alone["moved"].keys() == {"fsdp"}
 
@@ -146,6 +148,8 @@ def test_changes_of_a_step_are_listed_singly_and_then_together() -> None:
     ]  # fmt: skip
     assert listed[9] == (2, "--stage 3 --microbatches 2") and len(dict.fromkeys(listed)) == len(listed)
     assert listed[-1] == (5, "--mesh fsdp=16 --stage 3 --microbatches 2 --remat layers --offload")
+    shared = list_ways(fzero.VirtualMesh(fsdp=4, tp=2), Recipe(2, 8192, stage=1), 1 << 30)
+    assert [str(way) for _, way in shared][:2] == ["--stage 3", "--sequence-parallel"]
 
 
 def test_a_page_is_written_beside_the_text(capsys: pytest.CaptureFixture[str], config: str) -> None:
@@ -314,6 +318,8 @@ def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
         (("--mesh", "pp=2", "--remat", "selective"), "--remat: is selective, and a stage keeps all"),
         (("--mesh", "pp=2", "--microbatches", "2"), "--microbatches: are 2, of a batch of 1 rows"),
         (("--mesh", "sp=3"), "sp"),
+        (("--mesh", "fsdp=2", "--sequence-parallel"), '--sequence-parallel: is given, and of "tp" and "sp"'),
+        (("--mesh", "pp=2", "--sequence-parallel"), '--sequence-parallel: is given, and the mesh has "pp"'),
         (("--mesh", "fsdp=2", "--compute", "float8"), "--compute: is float8, and no layer of transformers"),
         (("--mesh", "fsdp=2", "--axes", "tp"), "--axes: is of --sweep, and --mesh names its own axes"),
         (("--sweep", "2", "--fit"), "--fit: plans changes of one mesh, and --sweep plans many"),

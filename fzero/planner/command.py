@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _AXES = ("fsdp", "replica", "dp", *SHARED)
 """The axes that a plan knows: along the last four ranks share examples, along the others they do not."""
 _OF_CONFIGS = {
-    "batch": 1, "length": 4096, "microbatches": 1, "remat": None, "compute": "bfloat16", "offload": False, "fit": False
+    "batch": 1, "length": 4096, "microbatches": 1, "remat": None, "compute": "bfloat16", "offload": False, "fit": False,
+    "sequence_parallel": False,
 }  # fmt: skip
 """Options of the step that a plan makes of a configuration -> their defaults."""
 
@@ -81,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of matrix products",
     )
     parser.add_argument("--offload", action="store_true", help="the state of the optimizer lies on the host")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help='ranks along "tp" have parts of rows between layers'
+    )
     parser.add_argument("--fit", action="store_true", help="where it does not fit, plan changes: the three cheapest")
     parser.add_argument("--html", type=Path, help="a file to write a page with pictures to")
     parser.add_argument(
@@ -170,7 +174,7 @@ def _read_recipe(options: argparse.Namespace) -> Recipe:
         problem = "is float8, and no layer of transformers makes float8 products whose gradients are scaled"
         raise FzeroError("--compute", problem, "plan in bfloat16, whose products take up to twice the time")
     given = options.batch, options.length, options.microbatches, options.stage, options.memory, options.remat
-    return Recipe(*given, getattr(torch, options.compute), options.offload)
+    return Recipe(*given, getattr(torch, options.compute), options.offload, options.sequence_parallel)
 
 
 def _trace_script(options: argparse.Namespace, mesh: VirtualMesh, rates: Rates, batch: int) -> Traced:
@@ -179,7 +183,8 @@ def _trace_script(options: argparse.Namespace, mesh: VirtualMesh, rates: Rates, 
 
     for name, usual in _OF_CONFIGS.items():
         if getattr(options, name) != usual:
-            raise FzeroError(f"--{name}", "is for --config", "let the function of --script make such a batch or step")
+            option = f"--{name.replace('_', '-')}"
+            raise FzeroError(option, "is for --config", "let the function of --script make such a batch or step")
     data = tuple(axis for axis in mesh.names if axis not in SHARED)
     return trace_script(options.script, mesh, options.stage, options.memory, data, rates)
 

@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
     """What is trained, and how: `batch` rows of `length` tokens for each group of ranks that share examples, in
     `microbatches`, float32 weights and state, `compute` in another dtype. `remat` is a key of `REMAT`: what the
     backward pass computes again. `memory` is a budget in bytes, in the place of the `stage`. With `offload` the state
-    of the optimizer lies on the host."""
+    of the optimizer lies on the host. With `sequence_parallel` ranks along "tp" have parts of rows between layers."""
 
     batch: int = 1
     length: int = 4096
@@ -43,6 +43,7 @@ class Recipe(NamedTuple):
     remat: str | None = None
     compute: torch.dtype = torch.bfloat16
     offload: bool = False
+    sequence_parallel: bool = False
 
 
 def _select_half() -> Any:
@@ -136,6 +137,11 @@ def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) ->
 def _make_whole(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
     """Parameters, and a function of them and a batch: the loss and its gradients, of one microbatch after another."""
     axes: dict[str, Any] = {axis: axis if axis in shared else None for axis in ("tp", "ep", "sp")}
+    if recipe.sequence_parallel:
+        if axes["tp"] is None or axes["sp"] is not None:
+            problem = f'is given, and of "tp" and "sp" {mesh} has {", ".join(shared) or "neither"}'
+            raise FzeroError("--sequence-parallel", problem, 'give "tp", whose ranks have parts of rows, and no "sp"')
+        axes["sp"] = axes["tp"]
     params, apply = parallel(make_model(config, recipe.remat), mesh, **axes)
 
     @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
@@ -155,6 +161,8 @@ def _make_pipeline(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list
     if others := [axis for axis in shared if axis != AXIS]:
         problem = f"is beside {', '.join(others)}, and a leaf of stacked layers is split along one axis"
         raise FzeroError(AXIS, problem, 'give "pp" with "fsdp" and "replica", or these axes without "pp"')
+    if recipe.sequence_parallel:
+        raise FzeroError("--sequence-parallel", 'is given, and the mesh has "pp"', "leave one of both out")
     if recipe.remat == "selective":
         raise FzeroError("--remat", "is selective, and a stage keeps all of its values or none", "give --remat layers")
     if recipe.batch % recipe.microbatches:

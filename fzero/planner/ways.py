@@ -28,7 +28,7 @@ class Way(NamedTuple):
 
     def change(self, **fields: Any) -> Way:
         """The way with other fields of its recipe, each of which is an option of the command."""
-        said = {f"--{field}": "" if value is True else str(value) for field, value in fields.items()}
+        said = {f"--{field.replace('_', '-')}": "" if value is True else str(value) for field, value in fields.items()}
         return self._replace(options=self.options | said, recipe=self.recipe._replace(**fields))
 
     def resize(self, **sizes: int) -> Way:
@@ -66,6 +66,11 @@ def _cut_batch(way: Way) -> Way | None:
     return way.change(microbatches=rows) if rows > way.recipe.microbatches else None
 
 
+def _cut_rows(way: Way) -> Way | None:
+    is_cut = way.recipe.sequence_parallel or way.mesh.has("sp") or way.mesh.has(AXIS)
+    return way.change(sequence_parallel=True) if way.mesh.has("tp") and not is_cut else None
+
+
 def _offload(way: Way) -> Way | None:
     return None if way.recipe.offload else way.change(offload=True)
 
@@ -90,10 +95,10 @@ def _share(axis: str) -> Change:
 
 
 SINGLE: tuple[Change, ...] = (
-    _cut_state, _compute_half_again, _cut_batch, _compute_layers_again, _offload, _share("tp"), _share("sp"),
+    _cut_state, _cut_rows, _compute_half_again, _cut_batch, _compute_layers_again, _offload, _share("tp"), _share("sp"),
     _share(AXIS), _add_ranks,
 )  # fmt: skip
-TOGETHER: tuple[Change, ...] = (_cut_state, _cut_batch, _compute_layers_again, _offload, _add_ranks)
+TOGETHER: tuple[Change, ...] = (_cut_state, _cut_rows, _cut_batch, _compute_layers_again, _offload, _add_ranks)
 """What is tried by two and more, where single changes do not do."""
 
 

@@ -19,6 +19,9 @@ from fzero.values.regions import remat
 
 TILES = "tiles"
 """The `sync` of the loop over parts: leaves are gathered in front of it, and gradients scattered behind it."""
+NOTHING: list[Any] = []
+"""The policy of `remat` for a part: no operation of torch is kept. Collectives do not repeat: what a part sends for the
+logits of a vocabulary are some numbers of a token."""
 
 
 @check_arguments
@@ -59,7 +62,7 @@ def tiled(fn: Callable[..., tree.Tree], chunks: int, dim: int = 0) -> Callable[.
 
         def turn(whole: tree.Tree, parts: Sequence[Tensor]) -> tuple[tree.Tree, tree.Tree]:
             given = tree.unflatten(treedef, [x.movedim(0, dim) for x in parts])
-            results = tree.map(gather, read_quantized_leaves(remat(fn)(whole, *given)))
+            results = tree.map(gather, read_quantized_leaves(remat(fn, NOTHING)(whole, *given)))
             for path, y in zip(tree.paths(results), tree.leaves(results)):
                 _check_dim(f"result {path}", y, dim)
                 if y.shape[dim] != len(parts[0]):
