@@ -12,7 +12,7 @@ from fzero.program import ops
 from fzero.program.arguments import bucket_of, start_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, Slice, axes_of, kind_of_state
-from fzero.program.operation import Node, accept, no_operands
+from fzero.program.operation import Node, Operation, no_operands
 from fzero.program.places import check_places
 from fzero.program.plan import check_names
 from fzero.program.program import Program
@@ -159,7 +159,7 @@ def _check_order(program: Program) -> None:
 
 
 def _check_collectives(program: Program) -> None:
-    for node in find_calls(program.graph, lambda known: known.check is not accept or known.starts is not None):
+    for node in find_calls(program.graph, lambda known: known.check is not Operation.check or known.starts is not None):
         record(node).check(program, node)
         if starts(node):
             waits = [user for user in node.users if user.op == "call_function" and record(user).waits]

@@ -66,8 +66,8 @@ def _no_alias(node: Node, position: int) -> None:
     return None
 
 
-def accept(program: Program, node: Node) -> None:
-    """Nothing: the check of an operation whose other arguments always fit."""
+def _accept(program: Program, node: Node) -> None:
+    pass
 
 
 def read_and_write(node: Node) -> Work:
@@ -148,7 +148,7 @@ class Operation:
     target: Any
     kind: Callable[[Walk, Node], Any]
     fake: Callable[..., Any]
-    check: Callable[[Program, Node], None] = accept
+    check: Callable[[Program, Node], None] = _accept
     perform: Callable[[Program, Node, Rank], Callable[..., Any]] | None = None
     of_all: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
