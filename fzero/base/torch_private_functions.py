@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -210,6 +211,11 @@ def make_policy_context(result: Any) -> Any:
     """
     known = {"op_output": result} if _TELLS_OUTPUT else {}
     return torch.utils.checkpoint.SelectiveCheckpointContext(is_recompute=False, **known)
+
+
+inputs_of: Callable[[fx.Node], dict[fx.Node, None]] = operator.attrgetter("_input_nodes")
+"""The operands of a node in order, each once, as the keys of torch's own table, which nobody may change. Walks ask for
+all nodes, again and again. Public replacement: `Node.all_input_nodes`, which takes five times as long for a list."""
 
 
 def list_targets(graph: fx.Graph) -> list[Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 import sys
@@ -50,7 +51,16 @@ def make_fake(
     if not has_plain_form(like):
         return None
     with no_dispatch():
-        return FakeTensor(like.fake_mode, _make_meta(like.dtype, shape, stride, start, storage), like.device)
+        made = _copy_fake(like, _make_meta(like.dtype, shape, stride, start, storage))
+        vars(made).update(_list_memos())
+        return made
+
+
+@functools.cache
+def _list_memos() -> dict[str, None]:
+    """What a fake tensor remembers about itself, as long as nothing was asked. Call it under `no_dispatch`."""
+    made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))
+    return {name: None for name, x in vars(made).items() if x is None}
 
 
 def make_empty(mode: FakeTensorMode, device: torch.device) -> FakeTensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero.base.torch_private_functions import inputs_of
 from fzero.program.operation import Node
 
 _PLAIN = (bool, int, str, type(None))
@@ -130,7 +131,7 @@ class FunctionSource:
 def _find_last_uses(graph: fx.Graph) -> dict[Node, list[str]]:
     """Node -> the variables that nothing uses behind it. Those that the last node uses need no end."""
     nodes = list(graph.nodes)
-    last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
+    last = {used: node for node in nodes for used in (node, *inputs_of(node))}
     dropped: dict[Node, list[str]] = {}
     for used, node in last.items():
         if node is not nodes[-1]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import find_root, storage_key
-from fzero.base.torch_private_functions import list_targets
+from fzero.base.torch_private_functions import inputs_of
 from fzero.layout.layout import layer_of
 from fzero.optim.operations import STAGES
 from fzero.program.arguments import Item, operand_of, position_of, start_of
@@ -197,9 +197,9 @@ def erase_dead(graph: fx.Graph, held: Held | None = None) -> None:
     read = {memory for node, memory in held.items() if node.op in ("placeholder", "get_attr")}
     for node in reversed(list(graph.nodes)):
         if node in needed or _has_effect(node, held, read):
-            inputs = node.all_input_nodes
+            inputs = inputs_of(node)
             needed.update(inputs)
-            if held:
+            if not held.keys().isdisjoint(inputs):
                 read.update([held[x] for x in inputs if x in held])
         else:
             graph.erase_node(node)
@@ -236,14 +236,15 @@ def sort(wanted: Iterable[Node], dependences: Mapping[Node, list[Node]]) -> list
         ready = [place]
         while ready:
             index, node = heapq.heappop(ready)
-            for x in (*node.all_input_nodes, *dependences.get(node, ())):
-                if x not in order:
-                    waiting.setdefault(x, []).append((index, node))
-                    break
-            else:
-                order[node] = None
-                for each in waiting.pop(node, ()):
-                    heapq.heappush(ready, each)
+            inputs = inputs_of(node)
+            if node in dependences or not inputs.keys() <= order.keys():
+                missing = next((x for x in (*inputs, *dependences.get(node, ())) if x not in order), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append((index, node))
+                    continue
+            order[node] = None
+            for each in waiting.pop(node, ()):
+                heapq.heappush(ready, each)
     if waiting:
         _, stuck = min(each for nodes in waiting.values() for each in nodes)
         raise FzeroError(stuck.name, "depends on itself, through a value or through memory", PASS_BUG)
@@ -265,10 +266,10 @@ def count_depths(graph: fx.Graph, counted: Container[Node], dependences: Mapping
     """
     depth: dict[Node, int] = {}
     for node in graph.nodes:
-        before = node.all_input_nodes
+        before = [depth[x] for x in inputs_of(node)]
         if node in dependences:
-            before += dependences[node]
-        depth[node] = max([depth[x] for x in before], default=0) + (node in counted)
+            before += [depth[x] for x in dependences[node]]
+        depth[node] = max(before, default=0) + (node in counted)
     return depth
 
 
@@ -276,25 +277,22 @@ def count_depths(graph: fx.Graph, counted: Container[Node], dependences: Mapping
 
 
 def find_origins(graph: fx.Graph, direction: str) -> dict[Node, Node]:
-    """Node -> the node that starts the buffer that it comes from, for "gathered" or for "scattered" buffers.
+    """Node -> the node that starts the buffer that it comes from, for "gathered" or for "scattered" buffers, in order.
 
     Covers the starting nodes themselves, and every node that is cheaply derived (`Operation.is_derived`) from one such
     buffer alone and whose memory nothing writes to.
     """
-    targets = list_targets(graph)
-    starting = {id(target) for target in targets if record(target).starts == direction}
-    derived = {id(target) for target in targets if record(target).is_derived}
-    origin: dict[Node, Node] = {}
-    changed = find_changes(graph) if starting else set()
-    for node in graph.nodes if starting else ():
-        target = id(node.target)
-        if target in starting:
-            origin[node] = node
-        elif target in derived:
-            sources = {origin.get(source) for source in node.all_input_nodes}
-            if len(sources) == 1 and None not in sources and storage(node) not in changed:
-                (origin[node],) = sources
-    return origin
+    waiting = find_calls(graph, lambda known: known.starts == direction)
+    origin = {node: node for node in waiting}
+    changed = find_changes(graph) if waiting else set()
+    for node in waiting:  # the list grows while it is read
+        for user in node.users:
+            if user not in origin and user.op == "call_function" and record(user).is_derived:
+                sources = {origin.get(source) for source in inputs_of(user)}
+                if len(sources) == 1 and None not in sources and storage(user) not in changed:
+                    (origin[user],) = sources
+                    waiting.append(user)
+    return {node: origin[node] for node in sorted(origin)}
 
 
 def list_uses(program: Program, origin: Mapping[Node, Node]) -> Iterator[tuple[Node, dict[Node, int]]]:
@@ -303,9 +301,9 @@ def list_uses(program: Program, origin: Mapping[Node, Node]) -> Iterator[tuple[N
     each dtype. A wait for a copy to the host uses nothing: it holds what is copied."""
     position = 0
     last, runs = dict[str, int](), Counter[str]()  # of a layer: the position of its last use, and its runs so far
-    for node in program.graph.nodes:
-        used = dict.fromkeys(origin[source] for source in node.all_input_nodes if source in origin)  # in their order
-        if used and node not in origin and not record(node).arrives:
+    for node in sorted({user for x in origin for user in x.users}.difference(origin)):
+        used = dict.fromkeys([origin[source] for source in inputs_of(node) if source in origin])  # in their order
+        if not record(node).arrives:
             position += 1
             layers = {start: layer_of(program.layout_of(start).bucket) for start in used}
             for layer in set(layers.values()):
@@ -323,9 +321,9 @@ def sink_gathers(graph: fx.Graph) -> None:
     for root in graph.nodes:
         stack = [] if root in lazy else [root]
         while stack:
-            waiting = [n for n in reversed(stack[-1].all_input_nodes) if n not in order]
-            if waiting:
-                stack.extend(waiting)
-            else:
+            inputs = inputs_of(stack[-1])
+            if inputs.keys() <= order.keys():
                 order.setdefault(stack.pop())
+            else:
+                stack += [x for x in reversed(inputs) if x not in order]
     reorder(graph, order, held)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from fzero.base.torch_private_functions import inputs_of
 from fzero.program import ops
 from fzero.program.arguments import BufferView, start_of
 from fzero.program.operation import Node
@@ -25,10 +26,11 @@ class MemoryOwners:
         self.last_read: dict[Any, int] = {}
         self._sending = set(find_calls(program.graph, lambda known: known.starts is not None or known.to is not None))
         for node in program.graph.nodes:
-            self.owner[node] = self._find_owner(node)
-            self.nodes.setdefault(self.owner[node], []).append(node)
-            for read in (node, *node.all_input_nodes):
-                self._read(read, self.position[node])
+            self.owner[node] = owner = self._find_owner(node)
+            self.nodes.setdefault(owner, []).append(node)
+            self.last_read[owner] = at = self.position[node]
+            for read in inputs_of(node):
+                self._read(read, at)
 
     def _find_owner(self, node: Node) -> Any:
         """The key of a node's memory: the storage of its fake tensor, or the key of the tensor that it is a view of.

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from torch import fx
 
+from fzero.base.torch_private_functions import inputs_of
 from fzero.passes.host_updates import order_updates
 from fzero.passes.order import find_origins, reorder
 from fzero.program import ops
@@ -248,7 +249,7 @@ def _wait_late(program: Program, costs: Costs, arrivals: Container[Node], memory
     for node in program.graph.nodes:
         if node in origin and origin[node] is not node:
             continue
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             if origin.get(source) in sending:
                 finish(origin[source])
         for start in list(sending) if node in arrivals else ():

@@ -6,16 +6,27 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private_functions import inputs_of
 from fzero.passes.order import find_origins, list_uses
 from fzero.program import ops
 from fzero.program.arguments import bucket_of, start_of
 from fzero.program.inference import infer
 from fzero.program.kinds import Buffer, Kind, Slice, axes_of, kind_of_state
-from fzero.program.operation import Node
+from fzero.program.operation import Node, Operation, no_operands
 from fzero.program.places import check_places
 from fzero.program.plan import check_names
 from fzero.program.program import Program
-from fzero.program.records import find_bodies, find_writes, is_call, leaves_of, name_of, record, starts, storage
+from fzero.program.records import (
+    find_bodies,
+    find_calls,
+    find_writes,
+    is_call,
+    leaves_of,
+    name_of,
+    record,
+    starts,
+    storage,
+)
 from fzero.program.refusals import PASS_BUG, advise_mean, describe_kind, line_of, refuse_node, refuse_state
 
 
@@ -99,8 +110,13 @@ def check_writes(program: Program) -> None:
         if not argument.donated
     }
     sending: dict[Node, set[object]] = {}
-    for node in program.graph.nodes:
-        if is_call(node, ops.gather, ops.whole):
+    moves = ops.gather, ops.whole
+    calls = find_calls(
+        program.graph,
+        lambda known: bool(known.target in moves or known.starts or known.waits or known.writes is not no_operands),
+    )
+    for node in sorted([*calls, *program.graph.find_nodes(op="get_attr")]):
+        if is_call(node, *moves):
             (leaf,) = leaves_of(node)
             given[storage(node)] = program.layout_of(node).leaves[leaf].path
         elif starts(node):
@@ -131,7 +147,7 @@ def _check_writes_of(program: Program, node: Node, given: dict[object, str], sen
 def _check_order(program: Program) -> None:
     seen: set[Node] = set()
     for node in program.graph.nodes:
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             if source.graph is not program.graph:
                 problem = f"takes {source.name} of another graph"
                 raise refuse_node(program, node, problem, "find nodes in what program.copy() returns, not before it")
@@ -143,9 +159,8 @@ def _check_order(program: Program) -> None:
 
 
 def _check_collectives(program: Program) -> None:
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            record(node).check(program, node)
+    for node in find_calls(program.graph, lambda known: known.check is not Operation.check or known.starts is not None):
+        record(node).check(program, node)
         if starts(node):
             waits = [user for user in node.users if user.op == "call_function" and record(user).waits]
             if len(waits) != 1:

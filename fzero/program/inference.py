@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
+from fzero.base.torch_private_functions import inputs_of
 from fzero.layout.layout import Layout
 from fzero.program.arguments import operand_of
 from fzero.program.coverage import Unset
@@ -113,7 +114,7 @@ class Walk:
         return self._check(node, operation, kind) if operation.is_foreign else kind
 
     def _refuse_buffers(self, node: Node) -> None:
-        for read in self._buffers.intersection(node.all_input_nodes):
+        for read in self._buffers.intersection(inputs_of(node)):
             problem = f"reads the padding of {describe_kind(self.program, self.of(read))}"
             raise self.refuse(node, problem, "take leaves of it")
 

@@ -39,7 +39,7 @@ from fzero.program.work import find_device_type
 
 RANK = 0
 """The rank whose slice sizes a graph shows. No node depends on these sizes, so one program serves all ranks."""
-_INDEX = re.compile(r"\b(cuda|xpu|mps|hpu):\d+")  # of a device
+_INDEX = re.compile(r":(?:(?<=\bcuda:)|(?<=\b(?:xpu|mps|hpu):))\d+")  # of a device; `re` looks for the ":" first
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,7 +155,7 @@ class Program(LayoutTable):
         return [
             *(f"argument {given.path}: {self._describe(given, x)}" for given, x in zip(self.arguments, values)),
             *(f"bucket {name}: {list_shapes(layout)} on {layout.mesh}" for name, layout in self.layouts.items()),
-            *(_INDEX.sub(r"\1", f"node {node.name}: {format_node(node)}") for node in self.graph.nodes),
+            *(_INDEX.sub("", f"node {node.name}: {format_node(node)}") for node in self.graph.nodes),
             *(f"body {line}" for body in find_bodies(self.graph) for line in body.lines()),
         ]
 
@@ -277,7 +277,9 @@ class Program(LayoutTable):
     def substitute_all(self, news: Mapping[Node, Node]) -> None:
         """`substitute` each key by its value, all at once: one by one would rewrite a list of n operands n times."""
         for user in dict.fromkeys(user for old in news for user in old.users):
-            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda node: news.get(node, node))
+            user.args = fx.map_arg(user.args, lambda node: news.get(node, node))
+            if user.kwargs:
+                user.kwargs = fx.map_arg(user.kwargs, lambda node: news.get(node, node))
         for old in news:
             self.graph.erase_node(old)
         self.refresh(news.values(), pair_memory(news))
@@ -337,7 +339,10 @@ class Program(LayoutTable):
             is_inference = is_inference or (isinstance(value, Tensor) and value.is_inference())
             return value
 
+        known = record(target)
         args, kwargs = fx.map_arg((args, kwargs), find_value)
+        if known.names == "position" and not (known.is_foreign or is_inference):  # a view, which needs no mode
+            return known.fake(*args, **kwargs)
         # Outside of inference mode torch refuses writes into what was made in it, and passes write there.
         with self.fake_mode, mute_fakes(), torch.inference_mode() if is_inference else nullcontext():
-            return record(target).fake(*args, **kwargs)
+            return known.fake(*args, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import OpOverload, storage_key
-from fzero.base.torch_private_functions import list_targets
+from fzero.base.torch_private_functions import inputs_of, list_targets
 from fzero.program import aten
 from fzero.program.arguments import call_of, operand_of, start_of, view_of
 from fzero.program.linear import make_kernel, perform_here
@@ -207,7 +207,7 @@ def alias_of(node: Node) -> Node | None:
     result has memory of its own."""
     if not shares_memory(node):
         return None
-    return next(iter(find_writes(node) or node.all_input_nodes), None)
+    return next(iter(find_writes(node) or inputs_of(node)), None)
 
 
 def follow_memory(node: Node) -> Iterator[Node]:
