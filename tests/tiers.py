@@ -1,6 +1,6 @@
 """The tests that `make test` runs, and those that it leaves to `make test-rest`.
 
-    pytest tests property_tests --tier=quick    what a newcomer runs: five minutes, no process but those of SMOKE
+    pytest tests property_tests --tier=quick    what a newcomer runs: no process but those of SMOKE
     pytest tests property_tests --tier=rest     what that left out
     pytest tests property_tests                 all
 
