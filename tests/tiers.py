@@ -94,7 +94,7 @@ SLOW = frozenset(
     test_no_write_through_a_view_is_lost test_each_pass_preserves_meaning_alone
     """.split()
 )
-"""Functions of which a case takes more than two seconds of a processor, where others of their file are quick."""
+"""Functions of which a case takes more than two seconds of a processor, as far as that was measured."""
 LAUNCHERS = frozenset({subprocess, processes.run, processes.run_cases, hosts.two_hosts})
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "property_tests")
 
