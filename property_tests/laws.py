@@ -10,8 +10,10 @@ from hypothesis import example, settings
 from fzero import VirtualMesh
 from fzero.testing.steps import OPERATIONS, PENALTIES, THROUGH, Of, Op, Optimizer, Penalty, TrainStep
 
-slow = settings(max_examples=max(1, settings.default.max_examples // 5))
-"""For laws that trace and run a step, at up to a second a case: a fifth of the profile's cases."""
+_CASES = settings.default.max_examples
+slow = settings(max_examples=max(1, _CASES // (5 if _CASES > 30 else 10)))
+"""For laws that trace and run a step, at up to a second a case: a fifth of the cases of the deep profile, and a tenth
+of those of the quick one, which are the same each time."""
 
 
 def everything(law: Callable[..., Any]) -> Callable[..., Any]:

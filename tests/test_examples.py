@@ -185,7 +185,7 @@ def test_a_rank_sends_what_the_others_lack() -> None:
 
 def run_main(flags: str = "", ranks: int | None = None) -> str:
     """Standard output of a tiny run of the main job."""
-    sizes = "--layers 2 --dim 32 --heads 2 --seq 16 --batch 4 --steps 12 --heldout 2 --lr 1e-2"
+    sizes = "--layers 1 --dim 32 --heads 2 --seq 16 --batch 4 --steps 12 --heldout 2 --lr 1e-2"
     return run_script(ROOT / "examples" / "train_bytes.py", *f"{sizes} {flags}".split(), ranks=ranks)
 
 

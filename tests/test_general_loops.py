@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fzero
 
-SHAPES: tuple[Shape, ...] = ((8, 7), (8, 9), (8, 18), (8, 5), (8, 31))
+SHAPES: tuple[Shape, ...] = ((8, 7), (8, 9), (8, 31), (8, 5))
 Gradient = Callable[[Any, Tensor], Any]
 
 
@@ -57,6 +57,10 @@ def make_scanned() -> tuple[Any, Gradient]:
 MAKERS = {"accumulate": make_accumulating, "remat": make_checkpointed, "scan": make_scanned}
 
 
+ON_RANKS = ("scan",)
+"""What real ranks run: general programs run on them as on virtual ones, which run all."""
+
+
 def make_step(name: str) -> tuple[Any, Traced]:
     torch.manual_seed(0)
     params, gradient = MAKERS[name]()
@@ -96,7 +100,7 @@ def test_a_loop_is_traced_twice_for_all_lengths(name: str) -> None:
 def train(mesh: Any) -> dict[str, tuple[list[float], int]]:
     """Losses of each step on the rows of this rank, and how often it was traced."""
     found = {}
-    for name in MAKERS:
+    for name in ON_RANKS:
         params, fn = make_step(name)
         params = fzero.partition(params, mesh)
         step, state, losses = fzero.shard(fn, mesh), SGD.init(params), list[float]()

@@ -20,7 +20,7 @@ from property_tests.random_steps.scope import Scope
 from property_tests.random_steps.shrink import shrink
 from property_tests.repeats import trace_both
 
-SEEDS = range(12)
+SEEDS = range(5)
 """`make steps`, which CI runs too, begins with these and goes on with hundreds."""
 TABLES = (
     *(values.UNIFORM, values.ROWS, losses.LOCAL, losses.OWN),
@@ -48,7 +48,7 @@ def test_a_random_step_is_plain_torchs_or_refused(seed: int) -> None:
 
 def test_most_random_steps_are_not_refused() -> None:
     """Else the grammar would be about errors."""
-    assert sum(ran(seed).verdict.outcome == "equal" for seed in SEEDS) > 8
+    assert sum(ran(seed).verdict.outcome == "equal" for seed in SEEDS) > 3
 
 
 @pytest.mark.parametrize("seed", [1202851, 1203071, 1206026])

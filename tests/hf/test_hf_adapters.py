@@ -229,7 +229,13 @@ def test_adapters_of_another_shape_are_refused(train_once: Any, tmp_path: Path) 
         train(fzero.hf.Trainer, tmp_path, "LoRA", resume=tmp_path / "checkpoint-2", mesh=VirtualMesh(fsdp=2))
 
 
-def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Path) -> None:
+def test_virtual_tokens_generate_nothing(train_once: Any) -> None:
+    trainer, _ = train_once("prompt tuning")
+    with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
+        trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     model = make_model("llama")
     model._hf_peft_config_loaded = True  # what add_adapter of transformers sets
     with pytest.raises(FzeroError, match=r"has adapters of add_adapter.*; give peft.get_peft_model"):
@@ -240,9 +246,6 @@ def test_what_is_not_supported_is_refused_by_name(train_once: Any, tmp_path: Pat
         fzero.hf.Trainer(of_a_parameter, make_arguments(tmp_path), mesh=VirtualMesh(fsdp=2))
     with pytest.raises(FzeroError, match=r"mlp\.up_proj\.weight: has adapters by target_parameters.*; name linear mod"):
         fzero.lower(of_a_parameter)
-    trainer, _ = train_once("prompt tuning")
-    with pytest.raises(FzeroError, match=r"generate: .* has virtual tokens of .*; save_model"):
-        trainer.generate(input_ids=torch.tensor([[5, 6, 7]] * 2))
 
 
 def test_adapters_whose_forward_asks_for_values_train_by_hand_as_in_torch() -> None:
