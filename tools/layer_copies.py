@@ -63,6 +63,10 @@ def compare(folder: str) -> Found:
     """What came of a folder's model."""
     model, batch = make(folder)
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    try:
+        model(**batch, **options)
+    except Exception as error:
+        raise tiny_models.UntriedError(f"plain torch: {type(error).__name__} {error}") from error
     params, apply = fzero.lower(model)
     given, copied = (fzero.partition(params, fzero.VirtualMesh(fsdp=2)), batch), list[int]()
 
@@ -102,7 +106,7 @@ def write(found: dict[str, Found]) -> str:
         f"`python tools/layer_copies.py --write`, transformers {transformers.__version__}, torch {torch.__version__}:",
         f"{counts['equal']} programs with copies of layers equal the ones without, {counts['unequal']} do not;",
         f"in {copying} of them layers were copied. {counts['refused']} models are refused by name,",
-        f"{counts['raw']} fail with a raw error, {counts['untried']} could not be made.",
+        f"{counts['raw']} fail with a raw error, {counts['untried']} could not be made, or fail in plain torch.",
         "",
         "| folder | outcome | layers copied, of 6 | nodes | why |",
         "|---|---|---|---|---|",
