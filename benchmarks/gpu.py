@@ -14,6 +14,7 @@ One rank: no contender communicates, all else is as on many. MFU is relative to 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -31,7 +32,6 @@ import flags
 import turns
 from contenders import able
 from environments import OURS
-from gpu_checks import BROKEN, CHECKS
 from launch import torchrun
 from machine import machine
 from quartiles import quartiles
@@ -44,6 +44,7 @@ CONTESTANTS = {
     "1.5B": "fsdp2-compiled,fzero-3-compiled,fzero-3-graph",
 }
 PAIR = ("fsdp2", "fzero-1", "fzero-2", "fzero-3")
+BROKEN = ("fails", "dies")
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Variables of a rank that torchrun does not start; torchrun sets its own."""
 LEAST = 15.0
@@ -99,7 +100,7 @@ def main(given: argparse.Namespace) -> int:
 
 def run_checks(given: argparse.Namespace, folder: Path, record: Record, deadline: float) -> None:
     """The checks share a process. Where one ends the process, the next process goes on behind that check."""
-    left = given.checks.split(",")
+    left = given.checks.split(",") if given.checks else list_checks()
     if given.broken:
         left[1:1] = BROKEN
     while left and time.monotonic() < deadline - LEAST:
@@ -117,6 +118,12 @@ def run_checks(given: argparse.Namespace, folder: Path, record: Record, deadline
             record.note(left.pop(0) if left else "end of the checks", status=status, log=log)
     for name in left:
         record.note(name, status="no time")
+
+
+def list_checks() -> list[str]:
+    """The names of all checks, whose file imports a model of the examples."""
+    sys.path.append(str(HERE.parent / "examples"))
+    return list(importlib.import_module("gpu_checks").CHECKS)
 
 
 def list_jobs(given: argparse.Namespace, folder: Path, port: int) -> Iterator[Job]:
@@ -233,7 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="a file for every figure, written behind each job")
     parser.add_argument("--trace", type=Path, help="a .json.gz for a profile of the last contender")
     parser.add_argument("--tiny", action="store_true", help="a model that any machine can train")
-    parser.add_argument("--checks", default=",".join(CHECKS), help="some of these")
+    parser.add_argument("--checks", help="some of gpu_checks.py; all without it")
     parser.add_argument("--contenders", help="some of those of step.py")
     parser.add_argument("--broken", action="store_true", help="add jobs that fail")
     parser.add_argument("--rounds", type=int, default=2, help="turns of a contender")
