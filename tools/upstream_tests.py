@@ -56,6 +56,8 @@ REASONS = {
     "requires_grad needs values": "by design: freezes a weight of a Trainer's model; freeze it before",
     "eq needs values": "by design: compares weights of a Trainer's model",
     r"expected=Spent|clone needs values": "by design: reads weights of trainer.ref_model, which are in slices",
+    "a hook waits for this parameter's gradient": "refused by name: CPT, whose hook changes gradients",
+    r"optim: is '\w+', which is not supported": "refused by name: an optimizer of bitsandbytes",
     "draws from the generator of": "by design: the model draws with Python or numpy; draw with torch",
     "changes this buffer": "by design: the model changes a buffer that is no running statistic",
     "auto_find_batch_size": "refused by name: auto_find_batch_size",
