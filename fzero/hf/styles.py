@@ -79,14 +79,14 @@ def is_transposed(module: nn.Module) -> bool:
 
 # what a forward does
 
-_noted: ContextVar[list[tuple[Tensor, Callable[[int], Tensor]]]] = ContextVar("noted")
+_noted: ContextVar[list[tuple[Tensor, Axis, Callable[[int], Tensor]]]] = ContextVar("noted")
 
 
-def note(whole: Tensor, take: Callable[[int], Tensor]) -> Tensor:
-    """`whole`, which is the same on all ranks; `take(dim)` computes a rank's own block of it from what ranks have."""
+def note(whole: Tensor, axis: Axis, take: Callable[[int], Tensor]) -> Tensor:
+    """`whole`, which is the same along an axis; `take(dim)` computes a rank's own block of it from what ranks have."""
     noted = _noted.get(None)
     if noted is not None:
-        noted[:] = [(whole, take)]
+        noted[:] = [(whole, axis, take)]
     return whole
 
 
@@ -94,12 +94,12 @@ def note(whole: Tensor, take: Callable[[int], Tensor]) -> Tensor:
 def noting() -> Iterator[Callable[[Tensor, Axis, int], Tensor]]:
     """A context, and a function that takes the rank's own block, along a dim, of a value that was computed in it. Of
     the last sum or gather it does so without the whole, which nothing reads then."""
-    noted: list[tuple[Tensor, Callable[[int], Tensor]]] = []
+    noted: list[tuple[Tensor, Axis, Callable[[int], Tensor]]] = []
     token = _noted.set(noted)
 
     def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
-        for whole, each in noted:
-            if whole is x:
+        for whole, along, each in noted:
+            if whole is x and along == axis:
                 return each(dim)
         return take_block(x, axis, dim)
 
@@ -128,9 +128,9 @@ def add_up(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> A
     bias = getattr(module, "bias", None)
     if bias is not None and type(module).forward is nn.Linear.forward:
         own = nn.functional.linear(x, module.weight)
-        return note(psum(own, axis) + bias, lambda dim: psum_scatter(own, axis, dim) + bias)
+        return note(psum(own, axis) + bias, axis, lambda dim: psum_scatter(own, axis, dim) + bias)
     own = forward(x) if bias is None else forward(x) - bias * (1 - 1 / ranks)
-    return note(psum(own, axis), lambda dim: psum_scatter(own, axis, dim))
+    return note(psum(own, axis), axis, lambda dim: psum_scatter(own, axis, dim))
 
 
 def add_up_whole(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ def gather(module: Any, axis: Axis, forward: Callable[..., Any], *args: Any, **k
     own = forward(*args, **kwargs)
     blocks = all_gather(own.unsqueeze(0), axis, 0)
     whole = blocks.movedim(0, -2).flatten(-2)  # copies runs: a gather along the last dim would copy single elements
-    return note(whole, lambda dim: all_to_all(own, axis, dim, own.ndim - 1))
+    return note(whole, axis, lambda dim: all_to_all(own, axis, dim, own.ndim - 1))
 
 
 def scatter(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor) -> Any:
@@ -190,7 +190,7 @@ def look_up(module: Any, axis: Axis, forward: Callable[..., Any], input: Tensor)
     if padding is not None:
         found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
     own = found.masked_fill(is_own.logical_not().unsqueeze(-1), 0)
-    return note(psum(own, axis), lambda dim: psum_scatter(own, axis, dim))
+    return note(psum(own, axis), axis, lambda dim: psum_scatter(own, axis, dim))
 
 
 def share(module: Any, axis: Axis, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
