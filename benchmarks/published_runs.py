@@ -118,9 +118,9 @@ RUNS = [
     *(_long("8b", "fsdp={},sp={}", *each, "a", "b", "c", "h") for each in _LENGTHS_8B),
     _h200(32, 47.96, 10938),
     _h200(64, 46.97, 10753),
-    _large("405b", "405B, 512 ranks, PP 8, 1F1B", "405b", "fsdp=64,tp=8", 4, 8192, 82.5, 100, "b", "c", "d", "f"),
-    _large("405b-turns", "405B, the same interleaved", "405b", "fsdp=64,tp=8", 4, 8192, 72.7, 128, "b", "c", "d", "f"),
-    *(_long("405b", "fsdp={},sp={},tp=8", *each, "b", "c", "d", "f") for each in _LENGTHS_405B),
+    _large("405b", "405B, 512 ranks, PP 8, 1F1B", "405b", "fsdp=64,tp=8", 4, 8192, 82.5, 100, "a", "b", "c", "f"),
+    _large("405b-turns", "405B, the same interleaved", "405b", "fsdp=64,tp=8", 4, 8192, 72.7, 128, "a", "b", "c", "f"),
+    *(_long("405b", "fsdp={},sp={},tp=8", *each, "a", "b", "c", "f", "i") for each in _LENGTHS_405B),
     _llama_3("8192", "8,192 ranks, TP 8 PP 16", "fsdp=1024,tp=8", 2, 430e12),
     _llama_3("16384", "16,384 ranks, TP 8 PP 16", "fsdp=2048,tp=8", 1, 400e12),
     _llama_3("cp16", "16,384 ranks, CP 16 TP 8 PP 16", "fsdp=128,sp=16,tp=8", 1, 380e12, 131072),
@@ -150,13 +150,16 @@ REASONS: dict[str, str] = {
     "bfloat16, and 3.1 of state, of 36.1 GiB. What else the allocator of the run had reserved is not known.",
     "e": "nanotron publishes a peak, and does not say of what. Its attention and norms are fused. The plans are 2.6 to "
     "8.9 GiB below it, which was not looked into.",
-    "f": "a pipeline: the run had 16 stages, and the plan cuts weights over 2,048 ranks in their place. Each "
-    "weight is gathered for one row of eight ranks, so that 7.5 of 15.9 s wait for the wire between "
-    "hosts.",
+    "f": "a pipeline: the run had 8 stages (torchtitan), 16 (Meta) or 4 (nanotron), and the plan cuts weights over all "
+    "ranks in their place, each of which is gathered where it is used. With 16,384 ranks and a row for eight of "
+    "them 8.0 of 13.9 s wait for the wire between hosts. A stage holds its weights and gradients whole, and inputs of "
+    "several microbatches.",
     "h": "parts of a sequence. The run rotates keys and values from rank to rank, and a plan exchanges heads. A plan "
     "counts the pairs below the diagonal at the rate of large matrix products, and at 131,072 and 262,144 tokens it is "
     "2.5 and 3 times as fast as the run: the figures are not reconciled. Its state is cut over the groups alone: "
     "45 GiB at 2 groups, and 90 at one.",
+    "i": 'beside "sp" a plan has no parts of rows between the layers that "tp" shares: norms, the residual stream and '
+    "logits of a rank's places are whole along it. At 65,536 tokens 23.5 of 171.7 GiB are logits.",
     "g": "the figure has model states alone. The peak of a plan has the float32 gradients of two layers on "
     "their way (1.6 GB), the gathered weights, and the gradient of the embedding besides. State and its "
     "slices of gradients alone are 1.87 GB at stage 3.",
