@@ -5,8 +5,8 @@
 It is the sequence parallelism of Megatron (Korthikanti et al., 2022) for models of transformers. A block is what reads
 all places: what lies directly in a layer and has rules or modules of its own, the embedding, and the head if it has a
 rule. What a block sums over ranks as its result is scattered instead, and what it gathers goes to the rank of its
-place. Of other results, such as a sum of experts in another shape, a rank takes its places. The backward pass gathers the input
-of a block again, so that a rank keeps its own places alone.
+place. Of other results, such as a sum of experts in another shape, a rank takes its places. The backward pass gathers
+the input of a block again, so that a rank keeps its own places alone.
 """
 
 from __future__ import annotations
