@@ -9,7 +9,7 @@ transpose in its record (`fzero.program.ops`); the others are here.
     move                                        transpose
     gather   sharded -> uniform                 scatter
     scatter  any -> sharded                     gather       (scatter: mean over ranks, keep the slice)
-    take     uniform -> sharded                 gather       (take: keep the slice, no communication)
+    take     uniform -> sharded                 gather, times n  (take: keep the slice; n ranks have parts of the leaf)
     use      replicated -> uniform              mean
     mean     any -> uniform                     mean
     beside   uniform -> beside a slice          parts        (autograd sums over one slice, parts over all slices)

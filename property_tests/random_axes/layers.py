@@ -20,6 +20,18 @@ WHOLE = None
 Apply = Callable[[Any, Tensor], Tensor]
 
 
+MIXES: dict[str, Any] = {
+    "": None,
+    "sum": torch.add,
+    "product": torch.mul,
+    "larger": lambda a, b: torch.where(a > b, a, b),
+    "lists": lambda a, b: torch._foreach_add([a], [b])[0],
+    "number": None,
+    "column": None,
+}
+"""What a weight may be computed from: itself, another leaf of its shape, a 0-d leaf, or one of one element."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """A function of parameters and a value, the parameters that it needs, and their splits."""
@@ -40,18 +52,33 @@ def block(x: Tensor, dim: int, axes: Any) -> Tensor:
 def draw_layer(draw: Random, number: int, before: int | None, axes: Any) -> Layer:
     """A layer that takes what a rank has `before`. `axes` are those of the parts."""
     key = f"w{number}"
-    is_split = draw.random() < 0.7
+    is_split = {name: draw.random() < 0.7 for name in (key, f"{key} too")}
+    mix = draw.choice(["", *MIXES])
+
+    def own(params: Any, name: str, dim: int) -> Tensor:
+        """This rank's part of a leaf, which is split or whole."""
+        weight = params[name]
+        return (
+            weight if is_split[name] else block(weight.full_tensor() if hasattr(weight, "form") else weight, dim, axes)
+        )
 
     def part(params: Any, dim: int) -> Tensor:
-        """This rank's part of a weight, which is split or whole."""
-        weight = params[key]
-        return weight if is_split else block(weight.full_tensor() if hasattr(weight, "form") else weight, dim, axes)
+        """This rank's part of a weight, which is a leaf, or is computed from it and from what `MIXES` names."""
+        weight = own(params, key, dim)
+        if mix == "number":
+            return weight * params[f"{key} one"]
+        if mix == "column":
+            return weight * params[f"{key} few"].expand(weight.shape)
+        return MIXES[mix](weight, own(params, f"{key} too", dim)) if mix else weight
 
     def make(name: str, apply: Apply, after: int | None, dim: int | None = None, shape: tuple[int, ...] = ()) -> Layer:
-        splits = {key: (axes, dim)} if dim is not None and is_split else {}
-        return Layer(
-            f"{name}{' of a split leaf' if splits else ''}", apply, {key: shape} if shape else {}, splits, after
-        )
+        shapes, is_part = {key: shape} if shape else {}, dim is not None and name != "penalty"
+        if mix and is_part:
+            name, more = f"{name}, {mix}", {"number": ("one", ()), "column": ("few", (1,))}
+            word, of_other = more.get(mix, ("too", shape))
+            shapes[f"{key} {word}"] = of_other
+        splits = {each: (axes, dim) for each in shapes if dim is not None and is_split.get(each)}
+        return Layer(f"{name}{' of a split leaf' if splits else ''}", apply, shapes, splits, after)
 
     square = (WIDTH, WIDTH)
     whole = [

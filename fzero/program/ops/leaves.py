@@ -50,8 +50,18 @@ def _label(program: Program, node: Node) -> str:
 
 
 def gather_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
-    """`gather` of this rank's slice of a leaf, differentiable: the transpose of `scatter` and of `take`."""
+    """`gather` of this rank's slice of a leaf, differentiable: the transpose of `scatter`."""
     return apply(record(gather), x, layout, leaf, list(layout.leaves[leaf].shape), on=on)
+
+
+def spread_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
+    """The transpose of `take`, differentiable: the full cotangent of a slice's cotangent.
+
+    A slice's cotangent is that of the mean over all ranks, of which n have parts of a split leaf. A full value's is
+    that of what its rank returns, n times as large. `scatter` divides by n.
+    """
+    full = gather_leaf(x, layout, leaf, on=on)
+    return full if layout.splits == 1 else full * layout.splits
 
 
 def scatter_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
@@ -174,7 +184,7 @@ take = register_for_tracing(
     memory=place_slice,
     work=lambda node: NO_WORK,
     perform=_take,
-    transpose=gather_leaf,
+    transpose=spread_leaf,
 )
 
 # beside and spread
