@@ -1,8 +1,9 @@
-"""Repeats: what a trace knows of operations that it has seen.
+"""Repeats: what traces know of operations that they have seen.
 
 Layers are alike, so most operations of a step have been called before, on other tensors of the same forms. Their nodes
 are recorded at once, in a tenth of the time that torch takes to find the same forms of results again. Python runs for
-each layer as ever: nothing is assumed about that.
+each layer as ever: nothing is assumed about that. Steps of a process are alike too, such as one that trains and one
+that evaluates: what a trace finds of torch's operations, later traces know.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 
+_BY_BACKEND = frozenset({"convolution", "convolution_backward"})
+"""Operations to whose results torch gives the strides of the library that it chooses: flags may change that choice."""
+_MOST_FORMS, _MOST_OPERANDS = 10_000, 16
+_FORMS: dict[Any, Any] = {}
+"""The forms of results of torch's operations, which all traces of this process share: at most `_MOST_FORMS`, of calls
+with at most `_MOST_OPERANDS` tensors."""
+
 
 class Call(NamedTuple):
     """A call of an operation on traced tensors. Calls of one key have results of the same forms."""
@@ -37,6 +45,7 @@ class Call(NamedTuple):
     tensors: list[FakeTensor]  # among the operands, in order
     nodes: list[Node]
     key: Any
+    is_shared: bool  # whether other traces find the same forms
 
 
 class ResultForm(NamedTuple):
@@ -57,12 +66,13 @@ class Unknown(Exception):
 
 
 class Repeats:
-    """The forms of the results of the calls that a trace has seen, by the forms of their operands."""
+    """The forms of the results of the calls that a trace has seen, or another one of this process, by the forms of
+    their operands."""
 
     def __init__(self, traced: TraceGraph, mode: FakeTensorMode) -> None:
         self._traced, self._mode = traced, mode
         self._open = None if mode.shape_env is None else OpenForms()
-        self._known: dict[Any, Any] = {}  # None for a call that is not recorded as one node
+        self._known: dict[Any, Any] = {}  # what no other trace knows
         self._plain: dict[torch.device, FakeTensor] = {}
         self._describe_sizes: Callable[..., Any] = tuple if self._open is None else _describe_open
         self._aside: Callable[[], AbstractContextManager[Any]] = nullcontext if self._open is None else without_proxies
@@ -85,8 +95,11 @@ class Repeats:
             return None
         memory = [storage_key(x) for x in tensors] if len(tensors) > 1 else []
         shared = tuple(map(memory.index, memory))
-        key = operation, described, shared, torch.get_default_dtype()  # a default device is among the operands by now
-        return Call(operation, args, kwargs, tensors, nodes, key)
+        # a default device is among the operands by now
+        key = operation, described, shared, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+        is_shared = self._open is None and not is_own and len(tensors) <= _MOST_OPERANDS
+        is_shared = is_shared and operation.__name__.partition(".")[0] not in _BY_BACKEND
+        return Call(operation, args, kwargs, tensors, nodes, key, is_shared)
 
     def _describe(self, x: Any, tensors: list[FakeTensor], nodes: list[Node]) -> Any:
         kind = type(x)
@@ -112,11 +125,21 @@ class Repeats:
 
     def knows(self, call: Call) -> bool:
         """Whether the results of a call have known forms."""
-        return self._known.get(call.key) is not None
+        return self._known_to(call).get(call.key) is not None
+
+    def _known_to(self, call: Call) -> dict[Any, Any]:
+        """What is known of calls such as this one. None stands for a call that is not recorded as one node."""
+        return _FORMS if call.is_shared else self._known
+
+    def _note(self, call: Call, forms: Any) -> None:
+        known = self._known_to(call)
+        if known is _FORMS and len(known) >= _MOST_FORMS:
+            known.clear()
+        known[call.key] = forms
 
     def repeat(self, call: Call) -> Any:
         """Record a known call. Returns its results."""
-        forms, nodes = self._known[call.key], iter(call.nodes)
+        forms, nodes = self._known_to(call)[call.key], iter(call.nodes)
         args, kwargs = _place(call.args, nodes), _place(call.kwargs, nodes)
         with self._aside():
             made, value = self._make(forms, call.tensors)
@@ -133,17 +156,17 @@ class Repeats:
     def learn(self, call: Call, last: Node | None, result: Any) -> None:
         """Note the forms of the results of a call that torch has recorded behind the node `last`. A call that was
         recorded in another way than as one node, or that changed the form of an operand, stays unknown."""
-        if call.key in self._known:
+        if call.key in self._known_to(call):
             return
         with self._aside():
-            self._known[call.key] = self._find_forms(call, last, result)
+            self._note(call, self._find_forms(call, last, result))
 
     def learn_lists(self, call: Call) -> bool:
         """Note the forms of the results of a function of lists, elementwise at each position. Returns whether they are
         known then. The function is called on one position of each form: an update of an optimizer has one position for
         each leaf, and few forms."""
         known = record(call.operation)
-        if call.key in self._known or known.kind is not infer_lists or schema_of(call.operation).is_mutable:
+        if call.key in self._known_to(call) or known.kind is not infer_lists or schema_of(call.operation).is_mutable:
             return False
         lists = [x for x in call.args if type(x) is list]
         count = len(lists[0]) if lists else 0
@@ -165,7 +188,7 @@ class Repeats:
         if any(None in column.values() for column in columns):
             return False
         made = [[column[row] for row in rows] for column in columns]
-        self._known[call.key] = made[0] if is_one else tuple(made)
+        self._note(call, made[0] if is_one else tuple(made))
         return True
 
     def _describe_item(self, x: Any) -> Any:
