@@ -22,7 +22,7 @@ from fzero.files import OnDisk
 from fzero.program.kinds import RAGGED, Kind, Slice, axes_of
 from fzero.program.operation import Node
 from fzero.program.program import RANK, Program
-from fzero.program.records import find_bodies, find_writes, record, storage
+from fzero.program.records import averages_alone, find_bodies, find_writes, record, storage
 from fzero.program.refusals import describe_kind
 from fzero.ranks.exchanges import AllToAll, Rank, Steps
 
@@ -163,8 +163,9 @@ class _Claim:
     def check_result(self, result: Any) -> Any:
         """Refuse a result that the record does not describe. Returns `result`."""
         claimed, kinds = self._node.meta["val"], self._kind
-        if self._operation.starts == "scattered" and self._program.mesh.size() == 1 and isinstance(result, list):
-            return result  # on one rank a block may be the list of its slices
+        is_scatter = self._operation.starts == "scattered"
+        if is_scatter and isinstance(result, list) and averages_alone(self._program, self._node):
+            return result
         if isinstance(claimed, Tensor) != isinstance(result, Tensor) or (
             not isinstance(claimed, Tensor) and not (isinstance(result, (list, tuple)) and len(result) == len(claimed))
         ):

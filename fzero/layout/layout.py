@@ -108,6 +108,12 @@ class Layout:
         """The axes of the mesh along which ranks hold the same."""
         return tuple(axis for axis in self.mesh.replica_axes if axis not in self.split_axes)
 
+    def is_averaged_alone(self, replicas: bool = True) -> bool:
+        """Whether a rank averages leaves with no other: it is the only one along the shard axis, and, with `replicas`,
+        along the axes along which ranks hold the same."""
+        axes = (self.mesh.shard_axis, *(self.replica_axes if replicas else ()))
+        return all(self.mesh.size(axis) == 1 for axis in axes)
+
     @cached_property
     def cut_axes(self) -> str:
         """The name of the axes, together, along which ranks hold different elements."""

@@ -58,6 +58,14 @@ class MemoryOwners:
         """Whether nothing reads the memory of `node` after `user`."""
         return self.last_read[self.owner[node]] <= self.position[user]
 
+    def is_left_to(self, start: Node, node: Node) -> bool:
+        """Whether a collective that starts is the last to take the memory of `node`: what reads it later, if anything,
+        reads what the collective returns."""
+        at = self.position[start]
+        earlier = (each for each in self.nodes[self.owner[node]] if self.position[each] < at)
+        users = {user for each in earlier for user in each.users} - {start}
+        return all(self.position[user] < at and user not in self._sending for user in users)
+
     def reads(self, user: Node) -> Counter[Any]:
         """How many operands of `user` lie in each memory; an operand that is given twice counts twice. `user` may
         overwrite an operand that lies there alone."""

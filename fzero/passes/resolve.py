@@ -18,7 +18,16 @@ from fzero.program.kinds import RAGGED, UNIFORM, Kind, axes_of
 from fzero.program.operation import Node
 from fzero.program.ops.reductions import mean_over
 from fzero.program.program import Program
-from fzero.program.records import find_bodies, find_calls, find_writes, is_call, name_of, record, storage
+from fzero.program.records import (
+    averages_alone,
+    find_bodies,
+    find_calls,
+    find_writes,
+    is_call,
+    name_of,
+    record,
+    storage,
+)
 from fzero.program.refusals import line_of, refuse_objective
 
 _STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
@@ -99,16 +108,20 @@ def _find_axes(program: Program, kinds: dict[Node, Kind]) -> frozenset[str]:
 
 def _copy_overwritten(program: Program) -> None:
     """Let each gather and scatter whose operand a later node writes into read a copy of the operand. On a mesh of one
-    rank a slice is its operand's memory, and counts as the operand."""
+    rank along the axes of the collective a slice is its operand's memory, and counts as the operand."""
     written_later: set[object] = set()
-    is_alone = program.mesh.size() == 1
     for node in reversed(list(program.graph.nodes)):
         if is_call(node, ops.gather, ops.scatter) and written_later.intersection(
-            map(storage, (operand_of(node), node) if is_alone else (operand_of(node),))
+            map(storage, (operand_of(node), node) if _is_alone(program, node) else (operand_of(node),))
         ):
             with program.graph.inserting_before(node):
                 node.replace_input_with(operand_of(node), program.emit(torch.ops.aten.clone.default, operand_of(node)))
         written_later.update(storage(written) for written in find_writes(node))
+
+
+def _is_alone(program: Program, node: Node) -> bool:
+    """Whether a rank gathers, or scatters, with no other rank."""
+    return averages_alone(program, node) if is_call(node, ops.scatter) else program.layout_of(node).world == 1
 
 
 def _copy_for_strides(program: Program) -> None:

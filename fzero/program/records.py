@@ -279,6 +279,11 @@ def is_random(node: Node) -> bool:
     return node.op == "call_function" and record(node).is_random(node)
 
 
+def averages_alone(program: Program, node: Node) -> bool:
+    """Whether the rank of a node that scatters averages leaves with no other rank."""
+    return program.layout_of(node).is_averaged_alone(node.kwargs.get("replicas", True))
+
+
 def starts(node: Node) -> str | None:
     """ "gathered" or "scattered" where a node starts a collective that another node waits for, else None."""
     return record(node).starts if node.op == "call_function" else None

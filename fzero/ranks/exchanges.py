@@ -220,16 +220,19 @@ def gather_leaves(
     return (yield asked.pop())
 
 
-def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) -> Steps:
+def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True, divided: bool = False) -> Steps:
     """The leaves of a wire in full -> this rank's block [S] of their mean over every axis of the mesh that they are not
     split over, or without `replicas` over the shard axis alone; and 1 / n of that where n ranks have parts of a leaf,
     because the objective is a mean over all ranks.
 
-    On a mesh of one rank the leaves are their own mean: the result is the list of them, flat, views where possible.
+    `divided` leaves are 1 / n of themselves already. For a rank that averages alone the result is the list of its
+    leaves, flat, views where possible.
     """
     bucket, mesh = along.layout.bucket, along.layout.mesh
-    if mesh.size() == 1:
-        return [buffers.flatten(full) for full in fulls]
+    splits = 1 if divided else along.layout.splits
+    if along.layout.is_averaged_alone(replicas):
+        flat = [buffers.flatten(full) for full in fulls]
+        return flat if splits == 1 else [x / splits for x in flat]
     asked = [ReduceScatter(f"{ReduceScatter.name} of {bucket}", mesh.shard_axis, fulls, along)]
     is_leaf = len(fulls) == 1 and mesh.size(mesh.shard_axis) == 1  # a rank alone receives the memory that it sends
     del fulls  # a generator keeps its local variables alive, this one until the wait
@@ -238,9 +241,9 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True) 
     if axes:
         over = mesh.join(axes)
         block = yield AllReduce(f"{AllReduce.name} of {bucket} over {over}", over, block, "avg")
-    if along.layout.splits == 1:
+    if splits == 1:
         return block
-    return block / along.layout.splits if is_leaf and not axes else block.div_(along.layout.splits)
+    return block / splits if is_leaf and not axes else block.div_(splits)
 
 
 def begin(exchange: Exchange, transport: Transport | Alone, attempt: Attempt) -> Pending:

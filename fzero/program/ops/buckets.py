@@ -18,11 +18,12 @@ from torch import Tensor
 from fzero.base.dtypes import accumulator, name_dtype
 from fzero.layout import buffers
 from fzero.layout.layout import Wire
+from fzero.program.arguments import start_of
 from fzero.program.comm import Comm
 from fzero.program.fakes import view_first
 from fzero.program.kinds import Buffer, Kind, Slice
 from fzero.program.operation import NO_WORK, Node, Operation, Work, nbytes, values_of
-from fzero.program.records import leaves_of, record, register
+from fzero.program.records import averages_alone, leaves_of, record, register
 from fzero.program.refusals import refuse_node
 from fzero.ranks.exchanges import AllGather, AllReduce, Rank, ReduceScatter, Steps, average_leaves, gather_leaves
 
@@ -44,16 +45,23 @@ def all_gather(
 
 
 def reduce_scatter(
-    fulls: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int, *, replicas: bool = True
+    fulls: Sequence[Tensor],
+    bucket: str,
+    leaves: Sequence[int],
+    numel: int,
+    *,
+    replicas: bool = True,
+    divided: bool = False,
 ) -> Tensor:
     """Start scattering the mean of these leaves over all ranks, or without `replicas` over the shard axis alone. The
-    wait returns this rank's block of `numel` elements."""
+    wait returns this rank's block of `numel` elements. Split leaves count by 1 / their parts, unless they are `divided`
+    by that already."""
     return fulls[0].new_empty(numel)
 
 
 def wait(pending: Any, *, dtype: torch.dtype | None = None) -> Any:
-    """The buffer of a started collective, cast to `dtype` where it is given. On one rank the block of a reduce-scatter
-    is the list of its slices."""
+    """The buffer of a started collective, cast to `dtype` where it is given. Where a rank averages alone the block of a
+    reduce-scatter is the list of its slices."""
     if dtype is None:
         return pending
     return [x.to(dtype) for x in pending] if isinstance(pending, list) else pending.to(dtype)
@@ -161,10 +169,8 @@ def _expect_buffer(walk: Walk, node: Node, *, gathered: bool) -> int:
 
 
 def sum_dtype(value: Tensor) -> torch.dtype:
-    """The dtype in which a value is sent to be added up over ranks.
-
-    CPU ranks add up what arrives. NCCL adds up on the way, so float16 and bfloat16 travel as float32 (see `Native`).
-    """
+    """The dtype in which a value is sent to be added up over ranks. CPU ranks add up what arrives. NCCL adds up on the
+    way, so float16 and bfloat16 travel as float32 (see `Native`)."""
     return value.dtype if value.device.type == "cpu" else accumulator(value.dtype)
 
 
@@ -191,8 +197,8 @@ def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps
 
 
 def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    along, replicas = program.wire_of(node), node.kwargs.get("replicas", True)
-    return lambda fulls, *_, **__: average_leaves(fulls, along, replicas)
+    along, kwargs = program.wire_of(node), node.kwargs
+    return lambda fulls, *_, **__: average_leaves(fulls, along, **kwargs)
 
 
 def _wait(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
@@ -212,14 +218,13 @@ def _whole_span(program: Program, node: Node, rank: Rank) -> range | None:
 
 
 def _part(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
-    where, position = program.wire_of(node).block(rank.rank)[node.args[3]], node.args[3]
-    if program.mesh.size() == 1:  # the block is the list of its slices, unless a variant's collective packs it
-        return lambda block, *_: block[position] if isinstance(block, list) else block[where.start : where.stop]
-    return lambda block, *_: block[where.start : where.stop]
+    along, position = program.wire_of(node), node.args[3]
+    return lambda block, *_: buffers.slice_of(block, along, rank.rank, position)
 
 
 def _part_span(program: Program, node: Node, rank: Rank) -> range | None:
-    return program.wire_of(node).block(rank.rank)[node.args[3]] if program.mesh.size() > 1 else None
+    is_list = averages_alone(program, start_of(node.args[0]))
+    return None if is_list else program.wire_of(node).block(rank.rank)[node.args[3]]
 
 
 # memory and work
@@ -235,8 +240,11 @@ def _all_gather_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 def _reduce_scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
     value, along = node.meta["val"], allocator.program.wire_of(node)
     sent = _place_sent_leaves(allocator, node, along)
-    if along.layout.mesh.size() == 1:
-        return (sent,)  # one rank keeps the leaves
+    if averages_alone(allocator.program, node):
+        if along.layout.splits == 1 or node.kwargs.get("divided"):
+            return (sent,)  # the rank keeps the leaves
+        divided = [allocator.new((node, "divided", i), full) for i, full in enumerate(values_of(node.args[0]))]
+        return (divided, *(at.key for at in sent))
     # The block of the first other rank becomes the result; the blocks of the N - 2 others need memory of their own.
     received = allocator.keep((node, "received"), max(along.layout.world - 2, 0) * nbytes(value))
     return allocator.new(node, value), received, *(at.key for at in sent)
@@ -245,25 +253,24 @@ def _reduce_scatter_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 def _place_sent_leaves(allocator: Allocator, node: Node, along: Wire) -> list[Any]:
     """The locations of the tensors that a reduce-scatter sends.
 
-    CPU ranks, and a rank alone, send the leaves from where they lie, after a copy of those that are not contiguous.
-    NCCL sends a packed copy of all leaves, or the leaf itself where one leaf fills the buffer; float16 and bfloat16
-    as float32.
+    CPU ranks, and a rank that averages alone, send leaves from where they lie, and copies of those that do not adjoin.
+    NCCL sends a packed copy of all, or the one leaf that fills the buffer; float16 and bfloat16 as float32.
     """
     given = [x.meta["val"] for x in node.args[0]]
-    if given[0].device.type == "cpu" or along.layout.mesh.size() == 1:
+    if given[0].device.type == "cpu" or averages_alone(allocator.program, node):
         return [
             allocator.at(x) if full.is_contiguous() else allocator.new((node, i), full)
             for i, (x, full) in enumerate(zip(node.args[0], given))
         ]
-    alone = len(given) == 1 == len(along.layout.leaves) and given[0].numel() == along.numel
+    fills = len(given) == 1 == len(along.layout.leaves) and given[0].numel() == along.numel
     packed = given[0].to(sum_dtype(given[0]))
-    if alone and given[0].is_contiguous() and packed.dtype == given[0].dtype:
+    if fills and given[0].is_contiguous() and packed.dtype == given[0].dtype:
         return [allocator.at(node.args[0][0])]
     return [allocator.new((node, "packed"), packed, along.numel)]
 
 
 def _wait_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
-    """A cast has memory of its own. On one rank it casts each slice of the block."""
+    """A cast has memory of its own. It casts each slice of a list."""
     block, value = allocator.at(node.args[0]), node.meta["val"]
     if not node.kwargs:
         return (block,)
@@ -294,11 +301,10 @@ def _all_gather_work(node: Node) -> Work:
 
 
 def _reduce_scatter_work(node: Node) -> Work:
-    """The work of packing leaves: none for a single leaf, and none on CPU or one rank, where leaves stay where they
-    are."""
+    """The work of packing leaves: none for a single leaf, on CPU, or where all of the leaves are the rank's own."""
     fulls = values_of(node.args[0])
-    is_alone = node.meta["val"].numel() >= sum(full.numel() for full in fulls)
-    return NO_WORK if len(fulls) == 1 or is_alone or fulls[0].device.type == "cpu" else Work(0, 2 * nbytes(fulls))
+    is_own = node.meta["val"].numel() >= sum(full.numel() for full in fulls)
+    return NO_WORK if len(fulls) == 1 or is_own or fulls[0].device.type == "cpu" else Work(0, 2 * nbytes(fulls))
 
 
 def _wait_work(node: Node) -> Work:
