@@ -30,6 +30,8 @@ _PLAIN = frozenset(
 
 _BY_BACKEND = frozenset({"convolution", "convolution_backward"})
 """Operations to whose results torch gives the strides of the library that it chooses: flags may change that choice."""
+_DETACH = torch.ops.aten.detach.default
+"""`x.data` calls it too, and takes from its result what torch alone puts there."""
 _MOST_FORMS, _MOST_OPERANDS = 10_000, 16
 _FORMS: dict[Any, Any] = {}
 """The forms of results of torch's operations, which all traces of this process share: at most `_MOST_FORMS`, of calls
@@ -80,7 +82,7 @@ class Repeats:
     def sign(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The call of an operation. None where its results may depend on more than the forms of its operands: those of
         an operation from elsewhere are what code of others says."""
-        if not isinstance(operation, OpOverload) or torch.Tag.inplace_view in operation.tags:
+        if not isinstance(operation, OpOverload) or torch.Tag.inplace_view in operation.tags or operation is _DETACH:
             return None
         is_own = _is_own(operation)
         if (operation.namespace != "aten" and not is_own) or torch.is_inference_mode_enabled():

@@ -13,6 +13,7 @@ import fzero
 from fzero.base.torch_private import storage_key
 from fzero.program.open import find_difference
 from fzero.program.program import Program
+from fzero.tracing import repeats
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.trace import trace
 
@@ -27,10 +28,11 @@ def program_of(loss_of: Any, *params: Tensor) -> Program:
     return trace(step, (given, torch.zeros(2, 3, WIDTH)), MESH)
 
 
-def count_dispatches(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many calls of a trace torch dispatches."""
-    seen = []
+def list_dispatches(layers: int, monkeypatch: pytest.MonkeyPatch, forms: dict[Any, Any]) -> list[Any]:
+    """The calls of a trace that torch dispatches, where traces of the process have found these `forms`."""
+    seen: list[Any] = []
     with monkeypatch.context() as patch:
+        patch.setattr(repeats, "_FORMS", forms)
         learn = Repeats.learn
         patch.setattr(Repeats, "learn", lambda self, call, *found: (seen.append(call), learn(self, call, *found)))
         blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(layers))
@@ -41,12 +43,36 @@ def count_dispatches(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
             return fzero.grad(lambda params: apply(params, x).square().mean())(params)
 
         trace(step, (params, torch.zeros(2, 3, WIDTH)), MESH)
-    return len(seen)
+    return seen
 
 
 def test_torch_dispatches_no_operation_of_a_second_equal_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (count_dispatches(layers, monkeypatch) for layers in (3, 9))
-    assert many <= few
+    few, many = (list_dispatches(layers, monkeypatch, {}) for layers in (3, 9))
+    assert 0 < len(many) <= len(few)
+
+
+def test_torch_dispatches_no_operation_that_another_trace_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms: dict[Any, Any] = {}
+    first, second = (list_dispatches(3, monkeypatch, forms) for _ in range(2))
+    assert {call.operation.namespace for call in first} == {"aten", "fzero"}
+    assert {call.operation.namespace for call in second} == {"fzero"}  # which may depend on the mesh of a trace
+
+
+def test_few_forms_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms: dict[Any, Any] = {}
+    monkeypatch.setattr(repeats, "_MOST_FORMS", 5)
+    list_dispatches(3, monkeypatch, forms)
+    assert 0 < len(forms) <= 5
+
+
+def test_data_of_a_tensor_that_is_detached_elsewhere() -> None:
+    """`x.data` dispatches `detach` too."""
+
+    def loss_of(params: Any, x: Tensor) -> Tensor:
+        return (x.detach() * params["u"]).sum() + (x.data * params["u"]).sum()
+
+    program = program_of(loss_of, torch.zeros(2, 3, WIDTH))
+    assert {node.meta["val"].device.type for node in program.placeholders} == {"cpu"}
 
 
 def test_a_dispatched_call_leaves_no_node_but_its_own() -> None:
