@@ -102,6 +102,8 @@ def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         gathered.append((x, x.gather_for(rules.name_of(func))))
         return gathered[-1][1]
 
+    if args and is_sharded(args[0]):
+        rules.check_parts(rules.name_of(func), args[0], args, kwargs)
     args, kwargs = torch_private.map_pytree(gather, (args, kwargs), is_leaf=is_sharded)
     if not any(value.on.is_tracing for value, _ in gathered):
         return apply_to_copies(func, args, kwargs, [(value.path, full) for value, full in gathered])
@@ -253,6 +255,8 @@ def _wrap(x: Tensor, anchor: Sharded, origin: Origin) -> Sharded:
 
 def _to_slice(x: Any, anchor: Sharded) -> Any:
     """The operand `x` as a slice that pairs with the anchor's, or in full where functions run on full values."""
+    if is_sharded(x):
+        rules.check_splits(x, anchor)
     if _is_computed_in_full(anchor):
         return _gather(x)
     if is_sharded(x):

@@ -164,6 +164,60 @@ def check_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         raise FzeroError(path, f"is a part of a quantized leaf: {name} would take its bytes for numbers", WHOLE)
 
 
+def split_of(x: Any) -> Any:
+    """How the leaf is split whose layout a `Sharded` has; None where one rank has all of it."""
+    layout = x.form.layout
+    return layout.leaves[x.index].split if layout.splits > 1 else None
+
+
+def check_splits(x: Any, anchor: Any) -> None:
+    """Refuse an elementwise function of two values `Sharded` whose parts are of different elements of the wholes."""
+    split, of_anchor = split_of(x), split_of(anchor)
+    if x.ndim and split is not None and of_anchor is not None and split != of_anchor:
+        problem = f"is split as {tuple(split)}, and an elementwise function pairs it with {anchor.path}, split as"
+        way_out = "split both alike, or bring one together: fzero.all_gather(leaf.full_tensor(), axis, dim)"
+        raise FzeroError(x.path, f"{problem} {tuple(of_anchor)}: their parts are of other elements", way_out)
+
+
+_PLACE_OF_DIM = {
+    **dict.fromkeys(
+        """
+        sum mean prod nansum nanmean std var std_mean var_mean logsumexp amax amin max min aminmax all any argmax argmin
+        count_nonzero median nanmedian cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin
+        """.split(),
+        1,
+    ),
+    **dict.fromkeys("norm vector_norm linalg_vector_norm linalg_norm quantile nanquantile normalize".split(), 2),
+}
+"""Name of a function along dimensions, or of all elements -> the place of `dim` among its arguments."""
+_LAST = dict.fromkeys("mode sort argsort".split(), 1) | dict.fromkeys("topk kthvalue".split(), 2)
+"""The same for functions along the last dimension unless another is given."""
+
+
+def check_parts(name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a function along the dimension over which ranks have parts of its operand `x`, a `Sharded`.
+
+    The part has another sum or norm than the whole. A sum of parts is meant as often as one of the whole, and the
+    result of neither says which it is.
+    """
+    split, place = split_of(x), _PLACE_OF_DIM.get(name, _LAST.get(name))
+    if split is None or (place is None and name != "_weight_norm"):
+        return
+    given = kwargs.get("dim", kwargs.get("axis", args[place] if place and len(args) > place else None))
+    if name == "_weight_norm":  # the norms of all dimensions but one
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        given = [i for i in range(x.ndim) if i != dim % x.ndim]
+    elif given is None or isinstance(given, bool):
+        given = [-1] if name in _LAST else [1] if name == "normalize" else range(x.ndim)
+    elif isinstance(given, Tensor):
+        return  # of two tensors `max` and `min` are elementwise
+    dims = [dim % x.ndim for dim in ([given] if isinstance(given, int) else given)]
+    if split.dim in dims:
+        problem = f"{name} along dimension {split.dim} would be that of this rank's part: the leaf is split there over"
+        way_out = "leaf.full_tensor() is the part, and fzero.psum and fzero.pmax join what parts give"
+        raise FzeroError(x.path, f"{problem} {x.form.layout.split_axis!r}", way_out)
+
+
 def is_accessor(func: Callable[..., Any]) -> bool:
     """Whether a function reads, sets or deletes an attribute."""
     return getattr(func, "__name__", "") in _ACCESSORS
