@@ -439,13 +439,17 @@ def log_summary(library: Any, folder: Path) -> list[float]:
     return []
 
 
-@case("pipeline", "PipelineModule", refused="PipelineModule: is not here; there is no pipeline parallelism")
+@case("pipeline", "PipelineModule", refused="PipelineModule: is not here; initialize takes a plain module")
 def pipeline(library: Any, folder: Path) -> list[float]:
     library.PipelineModule([nn.Linear(2, 2)], num_stages=1)
     return []
 
 
-@case("mixture-of-experts", "moe.layer.MoE", refused="moe: is not here; there is no expert parallelism")
+@case(
+    "mixture-of-experts",
+    "moe.layer.MoE",
+    refused="moe: is not here; fzero.hf.parallel(model, mesh, ep=...) gives ranks experts",
+)
 def moe(library: Any, folder: Path) -> list[float]:
     library.moe.layer.MoE(hidden_size=4, expert=nn.Linear(4, 4))
     return []
@@ -454,7 +458,7 @@ def moe(library: Any, folder: Path) -> list[float]:
 @case(
     "autotp-training",
     "tp_model_init",
-    refused="tp_model_init: is not here; no tensor axes of modules yet: docs/axes.md",
+    refused="tp_model_init: is not here; fzero.hf.parallel(model, mesh, tp=...) splits layers",
 )
 def tensor_parallel(library: Any, folder: Path) -> list[float]:
     library.tp_model_init(Net(), tp_size=1, dtype=torch.float32)

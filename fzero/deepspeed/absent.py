@@ -13,10 +13,10 @@ class AbsentAttribute(FzeroError, AttributeError):
     """A name that an object does not have: `hasattr` is false."""
 
 
-_PIPELINE = "there is no pipeline parallelism yet: give initialize a plain module"
+_PIPELINE = "initialize takes a plain module; fzero.parallel.pipeline cuts layers into stages (docs/parallel.md)"
 _INFERENCE = "there is no engine for inference: engine.eval(), or fzero.hf.from_pretrained and its generate"
-_TENSORS = "no tensor axes of modules yet: docs/axes.md"
-_EXPERTS = "there is no expert parallelism yet"
+_TENSORS = "fzero.hf.parallel(model, mesh, tp=...) splits layers (docs/hf_parallel.md)"
+_EXPERTS = "fzero.hf.parallel(model, mesh, ep=...) gives ranks experts (docs/hf_parallel.md)"
 _MODULES: dict[str, str] = {
     "PipelineModule": _PIPELINE,
     "pipe": _PIPELINE,
@@ -27,7 +27,7 @@ _MODULES: dict[str, str] = {
     "replace_transformer_layer": _INFERENCE,
     "tp_model_init": _TENSORS,
     "moe": _EXPERTS,
-    "sequence": "no sequence axes of modules: docs/axes.md",
+    "sequence": "fzero.hf.parallel(model, mesh, sp=...) cuts sequences (docs/hf_parallel.md)",
     "DeepSpeedTransformerLayer": "torch.nn.functional.scaled_dot_product_attention has fused kernels",
     "DeepSpeedTransformerConfig": "torch.nn.functional.scaled_dot_product_attention has fused kernels",
     "OnDevice": 'give "meta" to torch.device as a context, or construct the model in zero.Init()',

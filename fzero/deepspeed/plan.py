@@ -151,7 +151,11 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise FzeroError("model", f"is {type(model).__name__}", "give a torch.nn.Module")
     if any(each.__name__ == "PipelineModule" for each in type(model).__mro__):
-        raise FzeroError("model", "is a PipelineModule, and there is no pipeline parallelism", "give a plain module")
+        raise FzeroError(
+            "model",
+            "is a PipelineModule, and initialize takes a plain module",
+            "give that; fzero.parallel.pipeline cuts layers into stages (docs/parallel.md)",
+        )
 
 
 def _choose_config(args: Any, configs: Mapping[str, Any]) -> Any:
