@@ -36,6 +36,14 @@ OPTIMIZERS = {
 }
 
 
+LENGTHS = ((ROWS, ROWS), (ROWS, ROWS), (ROWS, ROWS // 2, ROWS + ROWS // 2))
+"""The rows that each data rank has in the steps of a training: of three lengths the last two share a program."""
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {}, {"chunk": 512}, {"to": fzero.host()}, {"donate": False}, {"to": fzero.host(), "chunk": 1024},
+)  # fmt: skip
+"""Options of a step beside its stage, and `to`, where parameters and state lie."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A seed's model."""
@@ -43,29 +51,30 @@ class Case:
     seed: int
     mesh: VirtualMesh
     axes: Any
-    stage: int
+    options: dict[str, Any]
     kind: str
     names: tuple[str, ...]
     splits: dict[str, tuple[Any, ...]]
     params: dict[str, Tensor]
     x: Tensor
+    batches: tuple[Tensor, ...]
     loss: Callable[[Any, Tensor], Tensor]
     optimizer: str
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {self.mesh}, parts along {self.axes}, stage {self.stage}, {self.kind}"]
+        lines = [f"seed {self.seed}: {self.mesh}, parts along {self.axes}, {self.options}, {self.kind}"]
         lines += [f"  {self.optimizer}"] * (self.kind == "train")
         return "\n".join([*lines, *(f"  {name}" for name in self.names), f"  split: {self.splits}"])
 
 
 def draw_case(seed: int) -> Case:
-    draw = Random(seed)
+    draw, more = Random(seed), Random(f"{seed} more")  # seeds keep what `draw` draws
     sizes, axes = draw.choice(MESHES)
     if "b" in sizes and axes == ("b",):
         sizes = {"fsdp": 2, "b": 2}
     has, names, chain, shapes, splits = WHOLE, list[str](), list[Apply](), dict[str, Any](), dict[str, Any]()
     for number in range(draw.randint(1, 6)):
-        layer = draw_layer(draw, number, has, axes)
+        layer = draw_layer(draw, more, number, has, axes)
         names.append(layer.name)
         chain.append(layer.apply)
         shapes |= layer.shapes
@@ -84,8 +93,15 @@ def draw_case(seed: int) -> Case:
     def loss(params: Any, x: Tensor) -> Tensor:
         return finish(forward(params, x * params["w"]), has, axes, is_summed)
 
-    stage, optimizer = draw.choice([1, 2, 3]), draw.choice(list(OPTIMIZERS))
-    return Case(seed, mesh, axes, stage, kind, tuple(names), splits, params, x, loss, optimizer)
+    options: dict[str, Any] = {"stage": draw.choice([1, 2, 3])} | more.choice(OPTIONS)
+    optimizer = draw.choice(list(OPTIMIZERS))
+    batches = tuple(_take_rows(x, ranks, rows) for rows in more.choice(LENGTHS))
+    return Case(seed, mesh, axes, options, kind, tuple(names), splits, params, x, batches, loss, optimizer)
+
+
+def _take_rows(x: Tensor, ranks: int, rows: int) -> Tensor:
+    """So many rows of each data rank, from a batch of `ROWS`."""
+    return x.unflatten(0, (ranks, ROWS)).repeat(1, 2, 1)[:, :rows].flatten(0, 1)
 
 
 def _apply(chain: list[Apply], params: Any, x: Tensor) -> Tensor:
@@ -128,18 +144,20 @@ def _derive(case: Case) -> Callable[..., Any]:
 
 
 def run_on_ranks(case: Case) -> Any:
-    held = fzero.partition(case.params, case.mesh, split=case.splits)
+    options = dict(case.options)
+    to = options.pop("to", None)
+    held = fzero.partition(case.params, case.mesh, split=case.splits, to=to)
     names = case.axes if isinstance(case.axes, tuple) else (case.axes,)
     data = tuple(axis for axis in case.mesh.names if axis not in names)
     if case.kind != "train":
-        step = fzero.simulate(lambda *given: _derive(case)(*given), case.mesh, data=data, stage=case.stage)
+        step = fzero.simulate(lambda *given: _derive(case)(*given), case.mesh, data=data, **options)
         return fzero.unpartition(step(held, case.x))
     step, state = (
-        fzero.simulate(_train(case), case.mesh, data=data, stage=case.stage),
-        _choose_optimizer(case).init(held),
+        fzero.simulate(_train(case), case.mesh, data=data, **options),
+        _choose_optimizer(case).init(held, to=to),
     )
-    for _ in range(2):
-        held, state, loss = step(held, state, case.x)
+    for x in case.batches:
+        held, state, loss = step(held, state, x)
     return fzero.unpartition((held, state, loss))
 
 
@@ -154,8 +172,8 @@ def run_alone(case: Case, axis_ranks: int) -> Any:
     alone = Case(**{**vars(case), "loss": loss})
     if case.kind == "train":
         params, state = case.params, _choose_optimizer(case).init(case.params)
-        for _ in range(2):
-            params, state, value = _train(alone)(params, state, case.x)
+        for x in case.batches:
+            params, state, value = _train(alone)(params, state, x)
         return params, state, value
     if case.kind == "microbatches":  # a turn takes the n-th rows of each rank
         halves = [torch.cat([chunk.chunk(2)[turn] for chunk in chunks]) for turn in range(2)]

@@ -49,11 +49,11 @@ def block(x: Tensor, dim: int, axes: Any) -> Tensor:
     return x.index_select(dim, fzero.axis_index(axes) * size + torch.arange(size))
 
 
-def draw_layer(draw: Random, number: int, before: int | None, axes: Any) -> Layer:
-    """A layer that takes what a rank has `before`. `axes` are those of the parts."""
+def draw_layer(draw: Random, more: Random, number: int, before: int | None, axes: Any) -> Layer:
+    """A layer that takes what a rank has `before`. `axes` are those of parts. `more` draws what weights are made of."""
     key = f"w{number}"
-    is_split = {name: draw.random() < 0.7 for name in (key, f"{key} too")}
-    mix = draw.choice(["", *MIXES])
+    is_split = {key: draw.random() < 0.7, f"{key} too": more.random() < 0.7}
+    mix = more.choice(["", *MIXES])
 
     def own(params: Any, name: str, dim: int) -> Tensor:
         """This rank's part of a leaf, which is split or whole."""
