@@ -7,7 +7,8 @@ import pytest
 from property_tests.random_axes.judge import draw_case, judge
 
 SEEDS = (0, 1, 2, 3, 5, 8, 20, 159)
-"""20 sums over a split leaf under second derivatives, and 159 has parts in a loop alone: wrong and raw, once."""
+"""20 sums over a split leaf under second derivatives, 159 has parts in a loop alone, and 3 computes a weight from two
+leaves: wrong, raw and wrong, once."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
