@@ -102,8 +102,8 @@ def _gather_and_apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         gathered.append((x, x.gather_for(rules.name_of(func))))
         return gathered[-1][1]
 
-    if args and is_sharded(args[0]):
-        rules.check_parts(rules.name_of(func), args[0], args, kwargs)
+    if is_sharded(operand := args[0] if args else kwargs.get("input")):
+        rules.check_parts(rules.name_of(func), operand, args, kwargs)
     args, kwargs = torch_private.map_pytree(gather, (args, kwargs), is_leaf=is_sharded)
     if not any(value.on.is_tracing for value, _ in gathered):
         return apply_to_copies(func, args, kwargs, [(value.path, full) for value, full in gathered])

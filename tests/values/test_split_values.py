@@ -88,6 +88,7 @@ OF_ALL = {
     "median": lambda p: p.median(),
     "product": lambda p: p.prod(),
     "sum over all dimensions": lambda p: p.sum((0, 1, 2)),
+    "sum of an operand with a name": lambda p: torch.sum(input=p, dim=0),
 }
 
 

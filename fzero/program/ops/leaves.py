@@ -54,7 +54,7 @@ def gather_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer
     return apply(record(gather), x, layout, leaf, list(layout.leaves[leaf].shape), on=on)
 
 
-def spread_leaf(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
+def gather_cotangent(x: Tensor, layout: Layout, leaf: int, *_: Any, on: MovePerformer | None = None) -> Tensor:
     """The transpose of `take`, differentiable: the full cotangent of a slice's cotangent.
 
     A slice's cotangent is that of the mean over all ranks, of which n have parts of a split leaf. A full value's is
@@ -184,7 +184,7 @@ take = register_for_tracing(
     memory=place_slice,
     work=lambda node: NO_WORK,
     perform=_take,
-    transpose=spread_leaf,
+    transpose=gather_cotangent,
 )
 
 # beside and spread
