@@ -206,6 +206,7 @@ def _find_anchor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
         return None
     anchor = max(values, key=lambda x: (x.ndim > 0, not x.is_replicated))
     if not all(x.ndim == 0 or (x.ndim == anchor.ndim and x.shape == anchor.shape) for x in operands):
+        rules.check_wholes(values, operands)
         return None
     if anchor.ndim == 0 and name in rules.GATHERED_0D:
         return None

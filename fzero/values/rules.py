@@ -5,7 +5,7 @@ One name covers `torch.add`, `Tensor.add` and `Tensor.__add__`. The reflected `T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -177,6 +177,18 @@ def check_splits(x: Any, anchor: Any) -> None:
         problem = f"is split as {tuple(split)}, and an elementwise function pairs it with {anchor.path}, split as"
         way_out = "split both alike, or bring one together: fzero.all_gather(leaf.full_tensor(), axis, dim)"
         raise FzeroError(x.path, f"{problem} {tuple(of_anchor)}: their parts are of other elements", way_out)
+
+
+def check_wholes(values: Sequence[Any], operands: Sequence[Tensor]) -> None:
+    """Refuse an elementwise function of a part and of a whole: some `values` are `Sharded`, and all are `operands`."""
+    for value in values:
+        whole = tuple(value.global_shape)
+        for x in operands if whole != tuple(value.shape) else ():
+            if x.ndim and tuple(x.shape) == whole:
+                path: str = getattr(x, "path", "an operand")
+                problem = f"has all of {list(whole)}, and an elementwise function pairs it with {value.path}, of which"
+                way_out = "split a leaf as the other is, or take the part of it that fzero.axis_index says"
+                raise FzeroError(path, f"{problem} this rank has {list(value.shape)}", way_out)
 
 
 _PLACE_OF_DIM = {

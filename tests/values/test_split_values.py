@@ -130,3 +130,14 @@ def test_leaves_whose_parts_are_of_other_elements_are_named() -> None:
     step = fzero.simulate(lambda p: fzero.psum((p["a"] * p["b"]).full_tensor().sum(), "tp"), mesh, data=("fsdp",))
     with pytest.raises(fzero.FzeroError, match=r"b: is split as \('tp', 0, 1\), .* with a, split as \('tp', 0, 2\)"):
         step(held)
+
+
+def test_a_part_and_a_whole_are_named() -> None:
+    mesh, leaf = fzero.VirtualMesh(fsdp=1, tp=2), torch.arange(32.0).reshape(8, 4)
+    held = fzero.partition({"a": leaf, "b": leaf}, mesh, split={"a": ("tp", 0)})
+    of_leaves = fzero.simulate(lambda p: fzero.psum((p["a"] * p["b"]).sum(), "tp"), mesh, data=("fsdp",))
+    with pytest.raises(fzero.FzeroError, match=r"b: has all of \[8, 4\], .* with a, of which this rank has \[4, 4\]"):
+        of_leaves(held)
+    of_rows = fzero.simulate(lambda p, x: fzero.psum((x + p["a"]).sum(), "tp"), mesh, data=("fsdp",))
+    with pytest.raises(fzero.FzeroError, match=r"an operand: has all of \[8, 4\]"):
+        of_rows(held, leaf)
