@@ -1,4 +1,4 @@
-"""Gradients of split leaves on a mesh with one rank along its shard axis: no rank has others to scatter them to."""
+"""Gradients on a mesh with one rank along its shard axis: no rank has others to scatter them to."""
 
 from __future__ import annotations
 
@@ -84,3 +84,21 @@ def test_gradients_in_one_memory_are_left_as_they_are() -> None:
     _, exact, whole = run(shared, None)
     torch.testing.assert_close(losses, exact, rtol=1e-12, atol=0)
     torch.testing.assert_close(values, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("sync", ["once", "each"])
+def test_replicas_of_whole_leaves_add_up_turns_as_one_device(sync: str) -> None:
+    """In each turn the slices of gradients are the gradients where they lie."""
+
+    def loss_of(params: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ params["up"].t()) @ params["down"].t()).square().mean()
+
+    def sums(params: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_of(params, x) * len(x), torch.tensor(len(x))
+
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mesh, expected = fzero.VirtualMesh(replica=2, fsdp=1), fzero.value_and_grad(loss_of)(make_params(), x)
+    for stage in (1, 2, 3):
+        step = fzero.simulate(fzero.accumulate(sums, 2, sync=sync), mesh, stage=stage)
+        found = fzero.unpartition(step(fzero.partition(make_params(), mesh), x))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
