@@ -175,7 +175,7 @@ def check_splits(x: Any, anchor: Any) -> None:
     split, of_anchor = split_of(x), split_of(anchor)
     if x.ndim and split is not None and of_anchor is not None and split != of_anchor:
         problem = f"is split as {tuple(split)}, and an elementwise function pairs it with {anchor.path}, split as"
-        way_out = "split both alike, or bring one together: fzero.all_gather(leaf.full_tensor(), axis, dim)"
+        way_out = "split both alike"
         raise FzeroError(x.path, f"{problem} {tuple(of_anchor)}: their parts are of other elements", way_out)
 
 
