@@ -234,16 +234,13 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True, 
         flat = [buffers.flatten(full) for full in fulls]
         return flat if splits == 1 else [x / splits for x in flat]
     asked = [ReduceScatter(f"{ReduceScatter.name} of {bucket}", mesh.shard_axis, fulls, along)]
-    is_leaf = len(fulls) == 1 and mesh.size(mesh.shard_axis) == 1  # a rank alone receives the memory that it sends
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
     axes = [axis for axis in along.layout.replica_axes if mesh.size(axis) > 1] if replicas else ()
     if axes:
         over = mesh.join(axes)
         block = yield AllReduce(f"{AllReduce.name} of {bucket} over {over}", over, block, "avg")
-    if splits == 1:
-        return block
-    return block / splits if is_leaf and not axes else block.div_(splits)
+    return block if splits == 1 else block.div_(splits)
 
 
 def begin(exchange: Exchange, transport: Transport | Alone, attempt: Attempt) -> Pending:
