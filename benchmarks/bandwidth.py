@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from worker import start
 
-from fzero.layout.layout import Layout, Leaf, wire
+from fzero.layout.layout import Layout, Leaf
+from fzero.layout.wires import wire
 from fzero.ranks.exchanges import AllGather, ReduceScatter
 from fzero.ranks.live import live
 

@@ -105,7 +105,7 @@ def plan(layers: int, dim: int, ranks: int, scan: bool) -> Row:
         return run
 
     passes = [*map(watched, defaults(stage=3, in_place=True))]
-    pipeline: Pipeline[Program] = Pipeline(step, virtual(fzero.VirtualMesh(fsdp=ranks)), passes, lambda made: made)
+    pipeline: Pipeline[Program] = Pipeline(step, virtual(fzero.VirtualMesh(fsdp=ranks)), passes, lambda on, made: made)
     program = watch.of("trace", pipeline.program, args)
     memory = watch.of("memory", program.memory)
     comm = watch.of("comm", program.comm)
@@ -126,7 +126,7 @@ def recognition(leaves: int, calls: int = 200) -> Row:
     """Median seconds of what a call does with the leaves of its arguments, all of them state, before it runs."""
     mesh = fzero.VirtualMesh(fsdp=8)
     state = fzero.partition({f"p{i:04}": torch.zeros(16) for i in range(leaves)}, mesh)
-    pipeline = Pipeline(lambda state: (state,), virtual(mesh), (), lambda program: Returned(program, virtual(mesh)))
+    pipeline = Pipeline(lambda state: (state,), virtual(mesh), (), lambda on, program: Returned(program, on))
     taken: dict[str, list[float]] = {}
     for _ in range(calls):
         watch = Watch()

@@ -29,7 +29,7 @@ from fzero.base.mesh import VirtualMesh, read_mesh
 from fzero.base.sizes import format_size
 from fzero.launch.environment import ALONE, find_launch
 from fzero.launch.mesh import choose_mesh, init_mesh
-from fzero.layout.layout import wire
+from fzero.layout.wires import wire
 from fzero.program.comm import Comm
 from fzero.program.rates import bus_bytes
 from fzero.ranks.exchanges import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter

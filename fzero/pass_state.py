@@ -22,7 +22,9 @@ def create_pass_state(program: Program, on: Ranks) -> dict[str, Sharded]:
     created = {}
     for state in program.pass_state:
         layout = program.layouts[state.bucket]
-        part = range(layout.leaves[state.leaf].numel) if layout.replicated else layout.part(state.leaf, on.rank)
+        part = (
+            range(layout.leaves[state.leaf].numel) if layout.replicated else layout.part(state.leaf, layout.rank_of(on))
+        )
         repeats = layout.splits if on.rank is None else 1  # one process has the values of all ranks
         if callable(state.initial):
             values = _draw(state)

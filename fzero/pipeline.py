@@ -82,9 +82,9 @@ class Pipeline(Generic[T]):
         fn: Callable[..., Any],
         on: Ranks,
         passes: Rewrite,
-        finish: Callable[[Program], T],
+        finish: Callable[[Any, Program], T],
         limit: int = MAX_PROGRAMS,
-        finish_open: Callable[[Template], Callable[[Sequence[int]], T] | None] = lambda template: None,
+        finish_open: Callable[[Any, Template], Callable[[Sequence[int]], T] | None] = lambda on, template: None,
         cache: str | os.PathLike[str] | None = None,
         restores_open: bool = True,
         model_axes: tuple[str, ...] = (),
@@ -111,7 +111,9 @@ class Pipeline(Generic[T]):
         Raises:
             FzeroError: for state of another mesh, or a leaf that a trace cannot see into.
         """
-        self._check(*tree.flatten(args))
+        leaves, treedef = tree.flatten(args)
+        self._lie_with(leaves)
+        self._check(leaves, treedef)
         with pause_garbage_collection():
             traced, rolled = self._trace(args)
             with disable_autocast():
@@ -143,8 +145,18 @@ class Pipeline(Generic[T]):
     def reschedule(self, measured: Rates) -> None:
         """Drop all programs. The next ones are scheduled for a machine with these rates."""
         self._measured = measured
+        self._forget()
+
+    def _forget(self) -> None:
         self._cache.clear()
         self._generals = Generals(self._name)
+
+    def _lie_with(self, leaves: Sequence[Any]) -> None:
+        """Let state lie along the axes of the mesh that `partition` cut it over."""
+        on = self.on.follow(next((x.on for x in leaves if isinstance(x, Sharded)), self.on))
+        if on is not self.on:
+            self.on = on
+            self._forget()
 
     def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
         """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
@@ -152,6 +164,7 @@ class Pipeline(Generic[T]):
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
         """
+        self._lie_with(leaves)
         try:
             described = [self._sign(leaf) for leaf in leaves]
         except Exception:  # a tensor without strides
@@ -212,7 +225,7 @@ class Pipeline(Generic[T]):
     def _finish(self, signature: Signature, program: Program) -> _Traced:
         watches = self._watch(program)
         with disable_autocast():
-            return _Traced(signature, watches, self.finish(program), program)
+            return _Traced(signature, watches, self.finish(self.on, program), program)
 
     def _add(self, general: General, signature: Signature) -> _Traced | None:
         """Keep a general program for further signatures. The program of this one, None where it does not fit."""
@@ -247,7 +260,7 @@ class Pipeline(Generic[T]):
 
     def _finish_template(self, template: Template) -> Callable[[Sequence[int]], T]:
         """A function of sizes that returns the finished program of these."""
-        return self._finish_open(template) or (lambda sizes: self.finish(template.fill(sizes)))
+        return self._finish_open(self.on, template) or (lambda sizes: self.finish(self.on, template.fill(sizes)))
 
     def _trace_open(
         self, signature: Signature, args: tuple[Any, ...], symbols: Symbols | None, shapes: Mapping[int, OpenForm]

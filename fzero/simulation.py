@@ -107,17 +107,22 @@ class Simulation:
         dynamic: Ranges | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self.mesh, self._seats, self._flags = mesh, seats(mesh), FlagReader()
+        self.mesh, self._flags = mesh, FlagReader()
         self._data = mesh.join(axis for axis in mesh.names if axis not in model_axes)
         self._pipeline = Pipeline(
             fn,
             virtual(mesh),
             passes,
-            lambda program: program,
+            lambda on, program: program,
             max_programs,
             model_axes=model_axes,
             dynamic=dynamic,
         )
+
+    @property
+    def _seats(self) -> tuple[Seat, ...]:
+        """The ranks, with state where it lies."""
+        return seats(self._pipeline.on.mesh)
 
     def __repr__(self) -> str:
         return f"fzero.simulate({getattr(self, '__name__', self._pipeline.fn)}, {self.mesh})"
@@ -245,11 +250,11 @@ class Simulation:
         values = {i: part if part.ndim else part.clone() for i, part in parts if _is_batch(part)}
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Sharded) and isinstance(leaf.local, OnDisk):
-                part = leaf.form.layout.part(leaf.index, seat.rank)
+                part = leaf.form.layout.part(leaf.index, leaf.form.layout.rank_of(seat))
                 values[i] = _find_part(leaf, seat)[part.start : part.stop]
         for layout, members in groups:
             full = {index: _find_part(leaves[i], seat) for i, index in members.items()}
-            placed = copy_slices(full, layout, seat.rank)
+            placed = copy_slices(full, layout, layout.rank_of(seat))
             values.update((i, placed[index]) for i, index in members.items())
         return [values[i] for i in sorted(values)]
 
@@ -259,7 +264,7 @@ class Simulation:
         if layout is not None and not layout.replicated:
             alike = defaultdict[tuple[int, int], list[Tensor]](list)
             for value, seat in zip(values, self._seats):
-                alike[_find_position(layout, seat), seat.rank].append(value)
+                alike[_find_position(layout, seat), layout.rank_of(seat)].append(value)
             slices = [self._require_equal(program, result, alike[place]) for place in sorted(alike)]
             on_disk = [x for x in slices if isinstance(x, OnDisk)]
             return _join_files(on_disk, layout.bucket) if on_disk else torch.cat(slices)

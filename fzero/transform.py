@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,13 +30,7 @@ from fzero.general.dynamic import Ranges
 from fzero.options import choose_rewrite, find_plan_of
 from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
-from fzero.pipeline import (
-    MAX_PROGRAMS,
-    Pipeline,
-    copy_aliases,
-    list_flags,
-    place_state,
-)
+from fzero.pipeline import MAX_PROGRAMS, Pipeline, copy_aliases, list_flags, place_state
 from fzero.program.open import Template, make_template
 from fzero.program.plan import Plan
 from fzero.program.program import Program
@@ -223,13 +217,17 @@ class Step:
         functools.update_wrapper(self, fn, updated=())
         if compile == "graph":
             check_mesh(on)
-        self._on, self._flags, self._model_axes = on, FlagReader(), model_axes
-        remember: Any = functools.lru_cache(MAX_FRAGMENTS)
-        finish = functools.partial(_link, on, compile, remember(compile_fragment))
-        finish_open = functools.partial(_link_open, on, compile, remember(compile_open))
+        self._flags, self._model_axes, remember = FlagReader(), model_axes, functools.lru_cache(MAX_FRAGMENTS)
+        finish = functools.partial(_link, compile, remember(compile_fragment))
+        finish_open = functools.partial(_link_open, compile, remember(compile_open))
         self._pipeline = Pipeline(
             fn, on, passes, finish, max_programs, finish_open, cache, not compile, model_axes, dynamic
         )
+
+    @property
+    def _on(self) -> Live:
+        """The rank of this process, with state where it lies."""
+        return cast(Live, self._pipeline.on)
 
     def __repr__(self) -> str:
         return f"fzero.shard({getattr(self, '__name__', self._pipeline.fn)}, {self._on.mesh})"
@@ -344,7 +342,7 @@ def _list_origins(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -
     return [describe_state(path, origin) for (_, path), origin in zip(state, origins)]
 
 
-def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled:
+def _link(mode: Mode, compile: Compile, on: Live, program: Program) -> _Compiled:
     """Link a program, compiled by `mode`.
 
     A function and no method of `Step`: a cycle of references would keep a step and its CUDA graphs alive after
@@ -361,7 +359,7 @@ def _link(on: Live, mode: Mode, compile: Compile, program: Program) -> _Compiled
 
 
 def _link_open(
-    on: Live, mode: Mode, compile: Callable[..., Any], template: Template
+    mode: Mode, compile: Callable[..., Any], on: Live, template: Template
 ) -> Callable[[Sequence[int]], _Compiled] | None:
     """A function of sizes that returns the linked program of these. None where each has to be linked by itself."""
     opened, like = template.opened, template.program

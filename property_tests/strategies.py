@@ -7,7 +7,8 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from fzero.layout.layout import Layout, Wire, wire
+from fzero.layout.layout import Layout
+from fzero.layout.wires import Wire, wire
 from fzero.testing.strategies import layouts
 
 

@@ -34,7 +34,7 @@ def state(**how: Any) -> Any:
 
 
 def pipeline(step: Any = double, limit: int = 16) -> Pipeline[Program]:
-    return Pipeline(step, ON, (), lambda program: program, limit)
+    return Pipeline(step, ON, (), lambda on, program: program, limit)
 
 
 def made(given: Pipeline[Program], *args: Any) -> Program:

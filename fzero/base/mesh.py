@@ -8,7 +8,7 @@ numbered row by row, as in the mesh.
 
 An axis of a mesh has one of three meanings:
 
-    shard axis    ranks take different examples, and each rank holds a slice of the state; it may be two axes together
+    shard axis    ranks take different examples, and each rank holds a slice of the state; it may be axes together
     data axis     ranks take different examples, or parts of examples
     model axis    ranks take the same examples, and compute parts of the model
 """
@@ -33,7 +33,8 @@ DATA_AXES = ("replica", SHARD_AXIS)
 
 
 class VirtualMesh:
-    """Named axis sizes: `VirtualMesh(replica=2, fsdp=4)`. Two meshes of equal names and sizes are equal.
+    """Named axis sizes: `VirtualMesh(replica=2, fsdp=4)`. Two meshes are equal whose names and sizes are, and whose
+    state lies along the same axes.
 
     Raises:
         FzeroError: for no axis at all, a name with a "+", or a size that is no whole number from 1 on.
@@ -48,6 +49,21 @@ class VirtualMesh:
         if not sizes:
             raise FzeroError("mesh", "has no axes", "name one, as in VirtualMesh(fsdp=8)")
         self.sizes = {name: operator.index(size) for name, size in sizes.items()}
+        self.state: tuple[str, ...] | None = None
+        """The axes that `lay_state` chose."""
+
+    def lay_state(self, axes: Sequence[str] | None) -> VirtualMesh:
+        """The mesh with state along these axes, together the shard axis, and along no others. This one for None.
+
+        Raises:
+            FzeroError: for no axis, an axis that the mesh does not have, or one that is named twice.
+        """
+        if axes is None:
+            return self
+        made, chosen = VirtualMesh(**self.sizes), self.split(self.join(axes))
+        usual = (self.names,) if len(self.names) == 1 else ((SHARD_AXIS,),)
+        made.state = None if chosen in usual else chosen
+        return made
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,11 +73,14 @@ class VirtualMesh:
     @property
     def shard_axis(self) -> str:
         """The axis that state is partitioned over: "fsdp", or the only axis of the mesh whatever its name. On a mesh
-        with the axes "node" and "local" side by side, and without "fsdp", it is both together: "node+local".
+        with the axes "node" and "local" side by side, and without "fsdp", it is both together: "node+local". Those that
+        `lay_state` chose come before all of these.
 
         Raises:
             FzeroError: for a mesh of several axes without these.
         """
+        if self.state is not None:
+            return JOINT.join(self.state)
         if len(self.sizes) == 1:
             return self.names[0]
         if SHARD_AXIS in self.sizes:
@@ -137,7 +156,7 @@ class VirtualMesh:
                 raise FzeroError(
                     f"mesh axis {axis!r}", f"is in data, and this mesh has {self.names}", "name only these"
                 )
-        missing = () if data is None else tuple(axis for axis in shard_axes if axis not in data)
+        missing = () if data is None or self.state else tuple(axis for axis in shard_axes if axis not in data)
         if data is not None and missing:
             problem = f"{tuple(data)} leaves out {missing[0]!r}, the axis of {self} that state lies along"
             raise FzeroError("data", problem, f"give data={(*data, *missing)}")
@@ -163,13 +182,18 @@ class VirtualMesh:
         return list(rows.values())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, VirtualMesh) and tuple(self.sizes.items()) == tuple(other.sizes.items())
+        return isinstance(other, VirtualMesh) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(tuple(self.sizes.items()))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return tuple(self.sizes.items()), self.state
 
     def __repr__(self) -> str:
-        return f"VirtualMesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+        shape = f"VirtualMesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+        return shape if self.state is None else f"{shape} with state along {self.state}"
 
 
 def find_model_axes(mesh: VirtualMesh, data: Sequence[str] | None = None) -> tuple[str, ...]:

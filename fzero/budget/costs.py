@@ -75,7 +75,6 @@ class _Queues:
         self.rates = base.rates
         self.is_of_disk = movable.to is not None and movable.to.where == "disk"
         self.seconds = timeline.seconds
-        world = base.mesh.size(base.mesh.shard_axis)
         nbytes = {layer.name: movable.count(layer.parameters) for layer in movable.layers}
         self.gathers: list[tuple[float, int]] = []
         """When parameters have to be on the device, and their bytes on a rank."""
@@ -87,9 +86,9 @@ class _Queues:
             name = None if layout is None else layer_of(layout.bucket)
             if name in nbytes and transfer.comm.op in gathers:
                 self.gathers.append((transfer.start, nbytes[name]))
-            elif name in nbytes and transfer.comm.op in scatters:
+            elif layout and name in nbytes and transfer.comm.op in scatters:
                 arrivals[name] = max(arrivals.get(name, 0.0), transfer.end)
-                gradients[name] = gradients.get(name, 0) + transfer.comm.nbytes // world
+                gradients[name] = gradients.get(name, 0) + transfer.comm.nbytes // layout.world
         on_host = _find_updates(base, movable)
         self.on_host = sum(on_host.values())
         self.on_device = sum(costs[node].seconds for node in on_host if costs[node].lane == COMPUTE)

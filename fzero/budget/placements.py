@@ -28,7 +28,8 @@ def list_placement_choices(
     """
     base = outline.program
     uses = [(use, {layer_of(base.layouts[name].bucket) for name in use.names}) for use in outline.uses]
-    gradients, world = list(_find_gradients(outline)), base.mesh.size(base.mesh.shard_axis)
+    worlds = {use: max(base.layouts[name].world for name in use.names) for use, _ in uses}
+    gradients = list(_find_gradients(outline))
     price = _share_costs(movable, costs, [name for name, _ in gradients])
 
     def describe(group: Sequence[Layer], away: Paths) -> Option:
@@ -37,7 +38,7 @@ def list_placement_choices(
             if layer.state and layer.state <= away:
                 spans += [span for name, span in gradients if name == layer.name]
         own = {layer.name for layer in group if layer.parameters & away}
-        spans += [Lifetime(use.start, use.stop + 1, use.nbytes // world) for use, names in uses if names & own]
+        spans += [Lifetime(x.start, x.stop + 1, x.nbytes // worlds[x]) for x, names in uses if names & own]
         return Option(sum(price(layer, away) for layer in group), tuple(spans))
 
     for group in _join_loops(movable.layers, [names for _, names in uses]):

@@ -1,6 +1,7 @@
 """Patches: what stands in a module or a class of torch and does not come from torch.
 
 Who replaces `torch.nn.functional.gelu` or a method of `nn.Linear` changes what a step computes, and no file of torch.
+Inductor comes behind a program, and makes methods of its own while it is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def list_patches() -> list[tuple[str, Any]]:
     """`(place, object)` of each."""
     found = []
     for name, module in sorted(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] in _PATCHED:
+        is_of_program = name.partition(".")[0] in _PATCHED and not name.startswith("torch._inductor")
+        if isinstance(module, ModuleType) and is_of_program:
             for key, value in _find_foreign(vars(module)):
                 found.append((f"{name}.{key}", value))
             for cls in list(vars(module).values()):

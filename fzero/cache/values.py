@@ -133,7 +133,7 @@ def _write_target(writer: Writer, x: Any) -> Any:
 
 _WRITERS: list[tuple[Any, Callable[[Writer, Any], Any]]] = [
     (Layout, Writer._write_layout),
-    (VirtualMesh, lambda writer, x: ["mesh", [[name, size] for name, size in x.sizes.items()]]),
+    (VirtualMesh, lambda writer, x: ["mesh", [[name, size] for name, size in x.sizes.items()], x.state and [*x.state]]),
     (torch.dtype, lambda writer, x: ["torch", str(x).removeprefix("torch.")]),
     ((torch.layout, torch.memory_format), lambda writer, x: ["torch", str(x).removeprefix("torch.")]),
     (torch.device, Writer._write_device),
@@ -291,7 +291,7 @@ _READERS: dict[str, Callable[[Reader, list[Any]], Any]] = {
         reader.read(rest[0]), ((reader.read(key), reader.read(value)) for key, value in rest[1:])
     ),
     "layout": lambda reader, rest: reader._layouts[rest[0]],
-    "mesh": lambda reader, rest: VirtualMesh(**dict(rest[0])),
+    "mesh": lambda reader, rest: VirtualMesh(**dict(rest[0])).lay_state(rest[1]),
     "torch": Reader._read_torch,
     "device": Reader._read_device,
     "slice": lambda reader, rest: slice(*map(reader.read, rest)),

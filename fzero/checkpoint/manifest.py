@@ -25,11 +25,13 @@ import torch
 
 from fzero.base.errors import FzeroError
 from fzero.base.garbage import pause_garbage_collection
+from fzero.base.mesh import JOINT
 from fzero.checkpoint.places import Grid, Place
 from fzero.state.safetensors.header import DTYPES, NAMES
 
-FORMAT, VERSION, OLDEST = "fzero.checkpoint", 2, 1
-"""The version is 2 where leaves are split over model axes, which an fzero of version 1 does not know, and else 1."""
+FORMAT, VERSIONS = "fzero.checkpoint", (1, 2, 3)
+"""The version is 2 where leaves are split over model axes, 3 where the shard axis is of axes that are not side by side
+or not that of all leaves, and else 1: the oldest that an fzero knows which reads the checkpoint."""
 MANIFEST = "manifest.json"
 ANOTHER = "the file is damaged or not fzero's; put it back, or load another checkpoint"
 SPLIT = ', "body": '
@@ -119,14 +121,23 @@ def render_manifest(manifest: Manifest) -> bytes:
         "versions": manifest.versions,
     }
     text = json.dumps(body, separators=(",", ":")).encode()
-    version = VERSION if any(place.firsts for place in manifest.places.values()) else OLDEST
+    version = _choose_version(manifest)
     head = json.dumps({"format": FORMAT, "version": version, "crc32": render_crc(zlib.crc32(text))})
     return head.removesuffix("}").encode() + SPLIT.encode() + text + b"}"
 
 
+def _choose_version(manifest: Manifest) -> int:
+    names, along = list(manifest.mesh), manifest.shard_axis.split(JOINT) if manifest.mesh else []
+    first, places = names.index(along[0]) if along else 0, manifest.places.values()
+    if any(place.axis for place in places) or names[first : first + len(along)] != along:
+        return 3
+    return 2 if any(place.firsts for place in places) else 1
+
+
 def render_places(places: Iterable[Place]) -> list[tuple[Any, ...]]:
     """The places of leaves as JSON has them."""
-    return [(place.path, DTYPE_NAMES[place.dtype], *(place[2:] if place.firsts else place[2:6])) for place in places]
+    rows = [(x.path, DTYPE_NAMES[x.dtype], *(x[2:9] if x.firsts else x[2:6])) for x in places]
+    return [(*row, place.axis) if place.axis else row for row, place in zip(rows, places)]
 
 
 def render_value(value: Value) -> tuple[str, str]:
@@ -165,8 +176,8 @@ def parse_manifest(data: bytes, file: str) -> Manifest:
         table = json.loads(data)
         if table["format"] != FORMAT:
             raise FzeroError(file, f"has the format {table['format']!r:.80}, not {FORMAT!r}", ANOTHER)
-        if table["version"] not in (OLDEST, VERSION):
-            problem = f"is version {table['version']!r:.80} of the format, this fzero reads {OLDEST} to {VERSION}"
+        if table["version"] not in VERSIONS:
+            problem = f"is version {table['version']!r:.80} of the format, this fzero reads 1 to {VERSIONS[-1]}"
             raise FzeroError(file, problem, "install a newer fzero")
         text = data[data.index(SPLIT.encode()) + len(SPLIT) : -1]
         found = render_crc(zlib.crc32(text))
@@ -197,16 +208,16 @@ def _parse_body(body: Mapping[str, Any]) -> Manifest:
 
 
 def _parse_places(rows: Any, grid: Grid) -> Iterator[Place]:
-    _check_naturals([number for row in rows for numbers in (row[2], row[3:8], *row[8:]) for number in numbers])
+    _check_naturals([number for row in rows for numbers in (row[2], row[3:8], *row[8:9]) for number in numbers])
     for path, dtype, shape, start, shard, first, *split in rows:
         place = Place(path, NAMED_DTYPES[dtype], tuple(shape), start, shard, first)
         if split:
-            dim, parts, firsts = split
-            place = place._replace(dim=dim, parts=parts, firsts=tuple(firsts))
+            dim, parts, firsts, *axis = split
+            place = place._replace(dim=dim, parts=parts, firsts=tuple(firsts), axis="".join(axis))
             if not firsts or dim >= len(shape) or not parts or shape[dim] % parts or (place.numel and not shard):
                 raise ValueError(f"{path} is no split leaf: {shape}, {split}")
-        firsts = [part.first for part in place.list_parts()]
-        is_within = start + place.numel <= shard * grid.world and not any(map(grid.position, firsts))
+        firsts, world = [part.first for part in place.list_parts()], grid.count(place.axis)
+        is_within = start + place.numel <= shard * world and not any(grid.position(x, place.axis) for x in firsts)
         if type(path) is not str or max(firsts) >= grid.files or (shard and not is_within):
             raise ValueError(f"{path} is not in the files of {grid.files} ranks: {shape}, {start}, {shard}, {firsts}")
         yield place

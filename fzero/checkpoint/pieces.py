@@ -110,7 +110,8 @@ def _place(path: str, leaf: Sharded | Source, on: Ranks) -> Place:
     if split is None:
         return place
     others = on.mesh.rows(split.axis)[0]  # the ranks that are first along all other axes
-    return place._replace(first=others[0], dim=split.dim, parts=split.parts, firsts=tuple(others))
+    axis = "" if layout.positions is None else layout.shard_axis
+    return place._replace(first=others[0], dim=split.dim, parts=split.parts, firsts=tuple(others), axis=axis)
 
 
 def _choose_firsts(places: Mapping[str, Place], leaves: Mapping[str, Sharded | Source], grid: Grid) -> dict[str, int]:

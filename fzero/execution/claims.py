@@ -191,7 +191,8 @@ class _Claim:
         shape, field, says = tuple(fake.shape), "fake", "gives"
         if isinstance(kind, Slice):
             field, says = "kind", f"says {describe_kind(self._program, kind)}, here"
-            shape = (len(self._program.layouts[kind.bucket].part(kind.leaf, self._rank.rank)),)
+            layout = self._program.layouts[kind.bucket]
+            shape = (len(layout.part(kind.leaf, layout.rank_of(self._rank))),)
         elif isinstance(kind, frozenset) and RAGGED in kind and self._rank.rank != RANK:
             shape = tuple(value.shape if mine is None else mine.shape)
         strides = tuple((fake if mine is None else mine).stride())

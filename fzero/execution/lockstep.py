@@ -56,9 +56,10 @@ class Seat(NamedTuple):
         return self.along(self.mesh.shard_axis)
 
 
-def seats(mesh: VirtualMesh) -> list[Seat]:
+@functools.cache
+def seats(mesh: VirtualMesh) -> tuple[Seat, ...]:
     """The ranks of a mesh in order of their numbers."""
-    return [Seat(mesh, number) for number in range(mesh.size())]
+    return tuple(Seat(mesh, number) for number in range(mesh.size()))
 
 
 @torch.no_grad()

@@ -149,5 +149,5 @@ class _Computed:
 
     def fill(self, on: Ranks, out: Tensor, layout: Layout, leaf: int, chunk: int) -> None:
         """Fill `out`, this rank's part of the leaf in a layout, 1-d. All ranks of the mesh call together."""
-        mine = layout.part(leaf, on.rank)
+        mine = layout.part(leaf, layout.rank_of(on))
         out.copy_(self._compute().detach().reshape(-1)[mine.start : mine.stop])

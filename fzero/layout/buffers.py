@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 
 FILLS: ContextVar[bool] = ContextVar("FILLS", default=False)
 """Whether gaps and padding get a small number instead of zeros: a `_PART` of the smallest magnitude that is packed.

@@ -16,19 +16,29 @@ layout is that of one part, over the ranks along the shard axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
+from typing import Protocol, TypeVar
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.packing import Packing, pack
-from fzero.layout.ranges import intersect, pad, shift, tile
+from fzero.layout.ranges import intersect, shift, tile
 from fzero.layout.splits import Split, range_in_part, run_of
 
 ALIGN = 16
 """A rank's slice is a multiple of so many elements. NCCL wants 16 bytes, and the narrowest dtype has one byte."""
+
+
+R = TypeVar("R", bound=int | None, covariant=True)
+
+
+class HasRank(Protocol[R]):
+    """What has a position along the shard axis of a mesh; None for all positions."""
+
+    @property
+    def rank(self) -> R: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,26 @@ class Layout:
     @property
     def world(self) -> int:
         """The number of ranks that the bucket is cut over: the size of the shard axis."""
-        return self.mesh.size(self.mesh.shard_axis)
+        return self.mesh.size(self.shard_axis)
+
+    @cached_property
+    def shard_axis(self) -> str:
+        """The axis that the bucket is cut over: that of the mesh, without axes that the leaves are split over."""
+        axes = self.mesh.shard_axes
+        return self.mesh.join(axis for axis in axes if axis not in self.split_axes)
+
+    @cached_property
+    def positions(self) -> tuple[int, ...] | None:
+        """For each rank along the shard axis of the mesh its position along that of the bucket; None where these are
+        one axis."""
+        if self.shard_axis == self.mesh.shard_axis:
+            return None
+        along = VirtualMesh(**{axis: self.mesh.size(axis) for axis in self.mesh.shard_axes})
+        return tuple(along.position(number, self.shard_axis) for number in range(along.size()))
+
+    def rank_of(self, on: HasRank[R]) -> R | int:
+        """The position along the shard axis of the bucket that `on` has. None for all ranks together."""
+        return on.rank if on.rank is None or self.positions is None else self.positions[on.rank]
 
     @cached_property
     def split_axes(self) -> tuple[str, ...]:
@@ -106,25 +135,25 @@ class Layout:
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes of the mesh along which ranks hold the same."""
-        return tuple(axis for axis in self.mesh.replica_axes if axis not in self.split_axes)
+        return tuple(x for x in self.mesh.names if x not in (*self.mesh.split(self.shard_axis), *self.split_axes))
 
     def is_averaged_alone(self, replicas: bool = True) -> bool:
         """Whether a rank averages leaves with no other: it is the only one along the shard axis, and, with `replicas`,
         along the axes along which ranks hold the same."""
-        axes = (self.mesh.shard_axis, *(self.replica_axes if replicas else ()))
+        axes = (self.shard_axis, *(self.replica_axes if replicas else ()))
         return all(self.mesh.size(axis) == 1 for axis in axes)
 
     @cached_property
     def cut_axes(self) -> str:
         """The name of the axes, together, along which ranks hold different elements."""
-        return self.mesh.join((self.mesh.shard_axis, *self.split_axes))
+        return self.mesh.join((self.shard_axis, *self.split_axes))
 
     @cached_property
     def cut_positions(self) -> tuple[tuple[int, int], ...]:
         """For each rank along `cut_axes` its position along the shard axis, and that along the split axes."""
         axes = self.mesh.split(self.cut_axes)
         cut = VirtualMesh(**{axis: self.mesh.size(axis) for axis in axes})
-        shard, split = self.mesh.shard_axis, self.split_axes
+        shard, split = self.shard_axis, self.split_axes
         return tuple(
             (cut.position(number, shard), cut.position(number, cut.join(split)) if split else 0)
             for number in range(cut.size())
@@ -284,107 +313,11 @@ def replicated_layout(shape: Sequence[int], mesh: VirtualMesh) -> Layout:
     return Layout("replicated", (Leaf("", tuple(shape)),), mesh, replicated=True)
 
 
-@dataclass(frozen=True)
-class Wire:
-    """How one collective carries some leaves of a bucket: a buffer of `world` equal blocks, one a rank.
-
-    Block r has rank r's parts of the leaves, in leaf order. A complete wire carries all leaves: its buffer is the
-    bucket itself, and every leaf is one contiguous range. In a partial wire the parts of a block adjoin.
-    """
-
-    layout: Layout
-    leaves: tuple[int, ...]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the wire carries all leaves of the bucket."""
-        return len(self.leaves) == len(self.layout.leaves)
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether there may be padding between the parts of a block: the wire is complete and its bucket has gaps."""
-        return self.is_complete and self.layout.has_gaps
-
-    @cached_property
-    def stride(self) -> int:
-        """The elements of a block: those of the fullest rank, padded to the layout's alignment."""
-        if self.is_complete:
-            return self.layout.shard
-        most = max(sum(map(len, self.parts(rank))) for rank in self.layout.representative_ranks(self.leaves))
-        return pad(most, self.layout.align)
-
-    @property
-    def numel(self) -> int:
-        """The elements of the whole buffer, padding included."""
-        return self.stride * self.layout.world
-
-    @property
-    def sent(self) -> int:
-        """The elements that a reduce-scatter moves: of a complete wire `numel`, of a partial one the real parts alone.
-
-        The blocks of a partial wire are padded to the fullest rank, and a reduce-scatter leaves this padding out.
-        """
-        return self.numel if self.is_complete else sum(self.layout.leaves[leaf].numel for leaf in self.leaves)
-
-    @cache  # noqa: B019  wires are interned by `wire` and live as long as the process
-    def parts(self, rank: int | None) -> tuple[range, ...]:
-        """The elements of each carried leaf that `rank` owns, counted from the leaf's start."""
-        return tuple(self.layout.part(leaf, rank) for leaf in self.leaves)
-
-    @cache  # noqa: B019
-    def block(self, rank: int | None) -> tuple[range, ...]:
-        """The places of these parts in the rank's block. Without gaps they tile a prefix of [0, stride)."""
-        if self.has_gaps:
-            return tuple(self.layout.slot(leaf, rank) for leaf in self.leaves)
-        return tile(map(len, self.parts(rank)))
-
-    def is_joined(self, position: int) -> bool:
-        """Whether the leaf at `position` of `leaves` is empty or one contiguous piece of the buffer."""
-        span = self.layout.leaf_ranges[self.leaves[position]]
-        if self.is_complete or not span:
-            return True
-        first, last = span.start // self.layout.shard, (span.stop - 1) // self.layout.shard
-        before = [rank for rank in self.layout.representative_ranks(self.leaves) if first <= rank < last]
-        return all(self.block(rank)[position].stop == self.stride for rank in before)
-
-    @cache  # noqa: B019
-    def pieces(self, position: int) -> tuple[range, ...]:
-        """The ranges of the buffer that hold the leaf at `position` of `leaves`, none empty or adjoining."""
-        if self.is_complete:
-            span = self.layout.leaf_ranges[self.leaves[position]]
-            return (span,) if span else ()
-        joined: list[range] = []
-        for rank in range(self.layout.world):
-            piece = shift(self.block(rank)[position], rank * self.stride)
-            if joined and joined[-1].stop == piece.start:
-                joined[-1] = range(joined[-1].start, piece.stop)
-            elif piece:
-                joined.append(piece)
-        return tuple(joined)
-
-
-@cache
-def wire(layout: Layout, leaves: tuple[int, ...]) -> Wire:
-    """The one `Wire` of these leaves of a layout: wires remember what they compute."""
-    return Wire(layout, leaves)
-
-
-class LayoutTable:
-    """Finds the layouts that nodes name: the second argument of a node is a key of `layouts`, the third names leaves of
-    that layout. A program is one, and so is a call outside of a program."""
-
-    layouts: Mapping[Any, Layout]
-
-    def layout_of(self, node: Any) -> Layout:
-        """The layout of the bucket that a node of an operation of `ops` names."""
-        _, bucket, *_ = node.args
-        return self.layouts[bucket]
-
-    def wire_of(self, node: Any) -> Wire:
-        """The buffer in which the leaves that a node of an operation of `ops` names move together."""
-        _, bucket, leaves, *_ = node.args
-        return self.wire(bucket, [leaves] if isinstance(leaves, int) else leaves)
-
-    def wire(self, bucket: str, leaves: Iterable[int]) -> Wire:
-        """The buffer in which these leaves of a bucket, in order, move together."""
-        return wire(self.layouts[bucket], tuple(leaves))
+def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
+    """One rank for each run of ranks along the mesh's shard axis whose slices have equal sizes in all of these layouts,
+    in order."""
+    found = {0}
+    for layout in layouts:
+        own = layout.representative_ranks(range(len(layout.leaves)))
+        found |= own if layout.positions is None else {i for i, each in enumerate(layout.positions) if each in own}
+    return sorted(found)

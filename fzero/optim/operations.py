@@ -101,16 +101,16 @@ def define_stage(schema: str, kernel: Callable[..., tuple[list[Tensor], ...]]) -
     return define(schema, compute, fake, STAGES)
 
 
-PLACES = "int[] shards, int[] begins, int[] runs, int[] splits, str[] axes, int[] positions, int rank"
+PLACES = "int[] shards, int[] begins, int[] runs, int[] splits, str[] axes, str[] cuts, int[] positions, int[] ranks"
 """The last arguments of an operation of `PLACED`, of which lists have an item for each leaf. A leaf's bucket has
 `shards` elements a rank, and the leaf begins at element `begins` of the bucket. It is split over `axes`, of `splits`
-ranks, in runs of `runs` elements; this rank is at `positions` along these axes, and at `rank` along the shard axis."""
+ranks, in runs of `runs` elements, and cut over the axes `cuts`; this rank is at `positions` and `ranks` along these."""
 
 
 def list_whole(count: int) -> tuple[Any, ...]:
     """`PLACES` of so many leaves of which this rank has all elements."""
     zeros = [0] * count
-    return zeros, zeros, zeros, [1] * count, [""] * count, zeros, 0
+    return zeros, zeros, zeros, [1] * count, [""] * count, [""] * count, zeros, zeros
 
 
 class SlicePlace(NamedTuple):
@@ -129,11 +129,12 @@ def find_places(
     runs: Sequence[int],
     splits: Sequence[int],
     axes: Sequence[str],
+    cuts: Sequence[str],
     positions: Sequence[int],
-    rank: int,
+    ranks: Sequence[int],
 ) -> Iterator[SlicePlace]:
     """The place of this rank's slice of each leaf, from `PLACES`."""
-    starts = (max(0, rank * shard - begin) for shard, begin in zip(shards, begins))
+    starts = (max(0, rank * shard - begin) for rank, shard, begin in zip(ranks, shards, begins))
     return map(SlicePlace, starts, runs, splits, positions)
 
 

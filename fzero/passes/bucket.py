@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.layout.layout import wire
+from fzero.layout.wires import wire
 from fzero.passes.order import (
     count_depths,
     find_changes,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
+from fzero.layout.layout import representative_ranks
 from fzero.program.arguments import name_in
-from fzero.program.memory import Allocator, list_changes, representative_ranks, select_rank
+from fzero.program.memory import Allocator, list_changes, select_rank
 from fzero.program.operation import Node
 from fzero.program.records import body_of, name_of
 from fzero.program.refusals import line_of

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.layout.layout import Layout, Wire, wire
+from fzero.layout.layout import Layout, representative_ranks
+from fzero.layout.wires import Wire, wire
 from fzero.program.arguments import operand_of, position_of
 from fzero.program.kinds import Kind, Slice
 from fzero.program.operation import Node
@@ -59,11 +60,6 @@ def _add_changes(
         behind.append(most - sum(nbytes[key] for key in freed))
         during.append(most + more.get(node, 0))
     return during, behind[1:]
-
-
-def representative_ranks(layouts: Iterable[Layout]) -> list[int]:
-    """One rank for each run of ranks whose slices have equal sizes in all of these layouts, in order."""
-    return sorted({0}.union(*(layout.representative_ranks(range(len(layout.leaves))) for layout in layouts)))
 
 
 def measure_beside(allocator: Allocator, where: Where = "device") -> Tensor:
@@ -160,7 +156,9 @@ class Allocator:
 
     def __init__(self, program: Program, ranks: Sequence[int]) -> None:
         self.program, self.ranks = program, torch.tensor(ranks, device="cpu")
-        self._counts: dict[tuple[range, int], Tensor] = {}  # range of a leaf, elements of a shard -> counts
+        self._counts: dict[
+            tuple[range, int, str], Tensor
+        ] = {}  # range of a leaf, elements and axis of a shard -> counts
         self.nbytes: dict[Key, Tensor | int] = {}  # storage -> bytes on each rank
         self.scratch: dict[Node, Tensor | int] = {}  # node -> bytes on each rank that are free again behind it
         self.scratch_at: dict[Where, dict[Node, Tensor | int]] = {"device": self.scratch, "host": {}, "disk": {}}
@@ -206,7 +204,7 @@ class Allocator:
         """The first element of each leaf's part in each rank's block of a wire."""
         layout = along.layout
         if along.has_gaps:
-            begins = self.ranks * layout.shard
+            begins = self._find_ranks(layout) * layout.shard
             return [(layout.leaf_ranges[leaf].start - begins).clamp(min=0) for leaf in along.leaves]
         return list(itertools.accumulate((self.count(layout, leaf) for leaf in along.leaves[:-1]), initial=0))
 
@@ -215,11 +213,17 @@ class Allocator:
         if layout.replicated:
             return layout.leaves[leaf].numel
         where, size = layout.leaf_ranges[leaf], layout.shard
-        if (where, size) not in self._counts:
-            begins = self.ranks * size
+        key = where, size, layout.shard_axis
+        if key not in self._counts:
+            begins = self._find_ranks(layout) * size
             counts = (begins + size).clamp(max=where.stop) - begins.clamp(min=where.start)
-            self._counts[where, size] = counts.clamp(min=0)
-        return self._counts[where, size]
+            self._counts[key] = counts.clamp(min=0)
+        return self._counts[key]
+
+    def _find_ranks(self, layout: Layout) -> Tensor:
+        """[R] the position of each rank along the shard axis of a layout."""
+        positions = layout.positions
+        return self.ranks if positions is None else torch.tensor(positions, device="cpu")[self.ranks]
 
     def _locate(self, node: Node) -> tuple[Any, ...]:
         """The location of a node's value, then other storages that the value keeps alive."""

@@ -17,7 +17,8 @@ from fzero.base.flags import Flag, MakeFlag
 from fzero.base.mesh import VirtualMesh
 from fzero.base.torch_private_functions import call_function, copy_graph, mute_fakes
 from fzero.base.tree import TreeDef
-from fzero.layout.layout import Layout, LayoutTable
+from fzero.layout.layout import Layout
+from fzero.layout.wires import LayoutTable
 from fzero.program.comm import Comms
 from fzero.program.copies import count_copies
 from fzero.program.fakes import move_view, pair_memory, repeat_value

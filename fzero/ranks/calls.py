@@ -13,7 +13,8 @@ from torch import Tensor
 from fzero.base.mesh import VirtualMesh
 from fzero.base.torch_private import FakeTensorMode, pytree_leaves
 from fzero.files import duplicate, is_alias
-from fzero.layout.layout import Layout, LayoutTable
+from fzero.layout.layout import Layout
+from fzero.layout.wires import LayoutTable
 from fzero.ranks.performer import Record
 
 

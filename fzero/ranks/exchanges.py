@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.layout import buffers
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 from fzero.ranks.link import Link
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports import Alone, Pending, Splits, Transport
@@ -233,7 +233,7 @@ def average_leaves(fulls: Sequence[Tensor], along: Wire, replicas: bool = True, 
     if along.layout.is_averaged_alone(replicas):
         flat = [buffers.flatten(full) for full in fulls]
         return flat if splits == 1 else [x / splits for x in flat]
-    asked = [ReduceScatter(f"{ReduceScatter.name} of {bucket}", mesh.shard_axis, fulls, along)]
+    asked = [ReduceScatter(f"{ReduceScatter.name} of {bucket}", along.layout.shard_axis, fulls, along)]
     del fulls  # a generator keeps its local variables alive, this one until the wait
     block = yield asked.pop()
     axes = [axis for axis in along.layout.replica_axes if mesh.size(axis) > 1] if replicas else ()

@@ -48,6 +48,10 @@ class Live(Ranks):
         self.link = link_of(self.device)
         for axis in mesh.names:
             self.number = self.number * mesh.size(axis) + self.transports[axis].rank
+        self._lie_on(mesh)
+
+    def _lie_on(self, mesh: VirtualMesh) -> None:
+        self.mesh = mesh
         if mesh.shard_axis not in self.transports:
             self._join(mesh.shard_axis)
         self.rank = self._sharding.rank
@@ -82,9 +86,11 @@ class Live(Ranks):
         return self.transports[axis]
 
     def broadcast(self, x: Tensor, rank: int, layout: Layout) -> None:
-        if self.mesh.size(self.mesh.shard_axis) > 1:
+        if layout.world > 1:
+            if layout.shard_axis not in self.groups:
+                self._join(layout.shard_axis)
             with self.members.begin(f"broadcast of {layout.bucket}"):
-                work = dist.broadcast(x, group=self.groups[self.mesh.shard_axis], group_src=rank, async_op=True)
+                work = dist.broadcast(x, group=self.groups[layout.shard_axis], group_src=rank, async_op=True)
                 work.wait(self.members.timeout)
 
     def settle(self) -> None:
@@ -124,13 +130,14 @@ def live(mesh: Any) -> Live:
     return _lives[key]
 
 
-def find_ranks(mesh: Any) -> Ranks:
-    """The one `Ranks` of a mesh: a `DeviceMesh` has one in each process, and the first call is collective.
+def find_ranks(mesh: Any, state: Sequence[str] | None = None) -> Ranks:
+    """The one `Ranks` of a mesh, with state along the axes `state`: a `DeviceMesh` has one in each process, and the
+    first call is collective.
 
     Raises:
-        FzeroError: as `live` does.
+        FzeroError: as `live` and `VirtualMesh.lay_state` do.
     """
-    return virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)
+    return (virtual(mesh) if isinstance(mesh, VirtualMesh) else live(mesh)).lay_state(state)
 
 
 _lives: dict[tuple[VirtualMesh, tuple[dist.ProcessGroup, ...], str, tuple[int, ...]], Live] = {}

@@ -43,6 +43,7 @@ class Ranks(MovePerformer, ABC):
 
     def __init__(self, mesh: VirtualMesh, ranks: Sequence[int], members: Members) -> None:
         self.mesh, self.ranks, self.members = mesh, ranks, members
+        self._laid: dict[VirtualMesh, Any] = {mesh: self}  # by meshes that differ in where state lies; copies share it
         self.readers: list[Callable[[], None]] = []  # each waits until a copy of state, such as a checkpoint's, is made
 
     @property
@@ -58,10 +59,25 @@ class Ranks(MovePerformer, ABC):
         """The device of the mesh; on virtual ranks the `given` one, such as a tensor's own."""
         return self.device or given
 
-    def row(self, rank: int) -> list[int]:
-        """The global ranks in line with global rank `rank` along the shard axis. They hold one copy of all state."""
+    def lay_state(self, axes: Sequence[str] | None) -> Self:
+        """The same ranks, with state along these axes of the mesh; for None these."""
+        mesh = self.mesh.lay_state(axes)
+        if mesh not in self._laid:
+            self._laid[mesh] = copy.copy(self)
+            self._laid[mesh]._lie_on(mesh)
+        return self if axes is None else self._laid[mesh]
+
+    def _lie_on(self, mesh: VirtualMesh) -> None:
+        self.mesh = mesh
+
+    def follow(self, on: MovePerformer) -> Self:
+        """The same ranks, with state where `on` has it. These, where `on` is not of the same ranks."""
+        return next((each for each in self._laid.values() if each is on), self)
+
+    def row(self, rank: int, axis: str) -> list[int]:
+        """The global ranks in line with global rank `rank` along an axis."""
         number = self.ranks.index(rank)
-        return next([self.ranks[i] for i in row] for row in self.mesh.rows(self.mesh.shard_axis) if number in row)
+        return next([self.ranks[i] for i in row] for row in self.mesh.rows(axis) if number in row)
 
     def settle(self) -> None:
         """Wait until nothing reads this process's state: no other rank, and none of `readers`. Call before memory of

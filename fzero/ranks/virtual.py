@@ -68,7 +68,7 @@ class Virtual(Ranks):
 @cache
 def virtual(mesh: VirtualMesh) -> Virtual:
     """The one `Virtual` of a mesh shape."""
-    return Virtual(mesh)
+    return Virtual(mesh) if mesh.state is None else virtual(VirtualMesh(**mesh.sizes)).lay_state(mesh.state)
 
 
 class _Everywhere(VirtualMesh):

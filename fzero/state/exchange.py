@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh
 from fzero.files import OnDisk, load
 from fzero.layout.chunks import overlaps
 from fzero.layout.layout import Layout
@@ -74,12 +73,13 @@ class Stretch(NamedTuple):
 NOTHING = Stretch(0, torch.empty(0, device="cpu"))
 
 
-def ranks_by_position(mesh: VirtualMesh, ranks: Sequence[int]) -> list[list[int]]:
-    """The global ranks at each position of the shard axis, one for each copy of the state. `ranks` lists the global
-    ranks of the mesh row by row."""
-    found: list[list[int]] = [[] for _ in range(mesh.size(mesh.shard_axis))]
+def ranks_by_position(layout: Layout, ranks: Sequence[int], split: int = 0) -> list[list[int]]:
+    """The global ranks at each position of the shard axis, one for each copy of the part of leaves that ranks at the
+    position `split` of the split axes have. `ranks` lists the global ranks of the mesh row by row."""
+    mesh, found = layout.mesh, list[list[int]]([] for _ in range(layout.world))
     for number, rank in enumerate(ranks):
-        found[mesh.position(number, mesh.shard_axis)].append(rank)
+        if not layout.split_axis or mesh.position(number, layout.split_axis) == split:
+            found[mesh.position(number, layout.shard_axis)].append(rank)
     return found
 
 

@@ -13,7 +13,8 @@ from fzero.base.errors import FzeroError
 from fzero.base.placement import Disk, Host, Placement
 from fzero.files.memory import allocate_pinned_memory, new_buffer
 from fzero.layout.chunks import rank_overlaps
-from fzero.layout.layout import Layout, wire
+from fzero.layout.layout import Layout
+from fzero.layout.wires import wire
 from fzero.state.sources import Source, TensorSource
 
 CHUNK_NBYTES = 32 << 20

@@ -20,6 +20,6 @@ def move(leaves: Mapping[int, Sharded], places: Mapping[int, Placement | None]) 
     for layout, members in group_by_layout(found, {i: (leaf.dtype, places[i]) for i, leaf in leaves.items()}):
         leaf, to = leaves[next(iter(members))], places[next(iter(members))]
         shapes = {index: leaves[i] for i, index in members.items()}
-        slices = allocate_slices(shapes, layout, leaf.on.rank, leaf.dtype, leaf.device, place=to)
+        slices = allocate_slices(shapes, layout, layout.rank_of(leaf.on), leaf.dtype, leaf.device, place=to)
         for i, index in members.items():
             leaves[i].lie_in(to, slices[index].copy_(leaves[i].local))

@@ -56,6 +56,7 @@ def partition(
     to: Placement | None = None,
     source_rank: int | None = None,
     split: Rules | None = None,
+    state: Sequence[str] | None = None,
 ) -> tree.Tree:
     """`params` with each leaf replaced by this rank's `Sharded` part of the leaf. On a `VirtualMesh` a leaf holds the
     parts of all ranks, for `fzero.simulate`.
@@ -90,6 +91,9 @@ def partition(
     `split` gives ranks along model axes parts of leaves: `{"layers.*.up.weight": ("tp", 0)}` cuts dim 0 of these leaves
     over the ranks along "tp", and `("tp", 0, 2)` cuts each of two halves of it. In a path "*" stands for any text. A
     step computes with the part (docs/axes.md). Each part is then cut over the shard axis, whatever `persist` is.
+    `state=("fsdp", "sp")` names the axes of the mesh that leaves are cut over, in the place of "fsdp": data axes, or
+    model axes too. A leaf that is split over some of them is cut over the rest. State that is `like` these leaves, and
+    steps of them, follow.
 
     Parts are allocated on `device`, by default the mesh's (on a virtual mesh the leaf's). With `device="cpu"` and `pin`
     they are in pinned memory. `to` is a placement, such as `fzero.host()`: leaves of which ranks keep slices lie there
@@ -102,7 +106,7 @@ def partition(
             when the source rank fails to read.
     """
     check_placement(to)
-    on = find_ranks(mesh)
+    on = _find_ranks(mesh, state, [like, params])
     if persist < 0:
         raise FzeroError("persist", f"is {persist}", "give a number of elements, from 0 on")
     check_rank("source_rank", source_rank, on.ranks)
@@ -113,6 +117,12 @@ def partition(
         _partition_tree, on=on, dtype=dtype, chunk=chunk, device=device, pin=pin, to=to, source_rank=source_rank, **how
     )
     return _partition_state(params, like, cut) if isinstance(params, State) else cut(params, like=like)
+
+
+def _find_ranks(mesh: Any, state: Sequence[str] | None, known: tree.Tree) -> Ranks:
+    """The ranks of a mesh, with state along these axes. Without axes it lies as that of leaves that are known does."""
+    on = find_ranks(mesh, state)
+    return on if state is not None else on.follow(next((x.on for x in tree.leaves(known) if is_sharded(x)), on))
 
 
 def _partition_tree(
@@ -192,7 +202,7 @@ def fill_leaves(
             new = {index: sources[i] for i, index in members.items() if i not in slices}
             first = next(iter(members))
             to, device = None if layout.replicated else kinds[first][1], torch.device(devices[first])
-            made = allocate_slices(new, layout, on.rank, dtypes[first], device, pin, to) if new else {}
+            made = allocate_slices(new, layout, layout.rank_of(on), dtypes[first], device, pin, to) if new else {}
             slices |= {i: made[index] for i, index in members.items() if index in made}
         return slices
 
@@ -313,4 +323,4 @@ def _fill(out: Tensor, source: Source, layout: Layout, leaf: int, on: Ranks, chu
         source.fill(on, flat, layout, leaf, chunk)
     else:
         for into, part in list_parts(flat, source, layout, leaf, on):
-            fill(into, part, layout, leaf, on.rank, chunk)
+            fill(into, part, layout, leaf, layout.rank_of(on), chunk)

@@ -68,8 +68,8 @@ class RowSource:
         if len(on.numbers) > 1 or not {rank for rank, _ in self.parts} <= set(on.ranks):
             problem = f"lies on ranks {[rank for rank, _ in self.parts]}, and is partitioned on {on.mesh}"
             raise FzeroError(self.path, problem, ON_ITS_RANKS)
-        mine, ranks = self._rows(), ranks_by_position(on.mesh, on.ranks)
-        room = Stretch(layout.part(leaf, on.rank).start, out)
+        mine, ranks = self._rows(), ranks_by_position(layout, on.ranks)
+        room = Stretch(layout.part(leaf, layout.rank_of(on)).start, out)
         for piece in chunks(self.shape.numel(), chunk_numel(chunk, self.dtype, out.dtype)):
             have = [Part(rank, part) for rank, elements in self.parts if (part := intersect(elements, piece))]
             part = intersect(range(mine.start, mine.start + len(mine.values)), piece)

@@ -21,7 +21,6 @@ class Feed:
     def __init__(self, on: Ranks, source: int) -> None:
         self.on, self.source = on, source
         self.is_source = on.ranks[on.number] == source
-        self._ranks = ranks_by_position(on.mesh, on.ranks)
         self._others = [rank for rank in on.ranks if rank != source]
 
     def fill(self, out: Tensor, values: Source, layout: Layout, leaf: int, chunk: int) -> None:
@@ -34,25 +33,18 @@ class Feed:
             Exception: on the source, whatever `values.read` raises.
         """
         what = f"partition of {layout.bucket} from rank {self.source}"
-        room = Stretch(layout.part(leaf, self.on.rank).start, out)
+        room = Stretch(layout.part(leaf, layout.rank_of(self.on)).start, out)
         numel, step = layout.leaves[leaf].numel, chunk_numel(chunk, values.dtype, out.dtype)
         # All chunks share one buffer, so that memory holds one chunk and not two.
         buffer = torch.empty(min(step, numel) if self.is_source else 0, dtype=out.dtype, device="cpu")
         for position in range(layout.splits):
-            part, ranks = part_of(values, layout, leaf, position), self._find_ranks(layout, position)
+            part, ranks = part_of(values, layout, leaf, position), ranks_by_position(layout, self.on.ranks, position)
             for piece in chunks(numel, step):
                 have = Stretch(piece.start, buffer[: len(piece)])
                 if self.is_source:
                     self._read(have, part, what)
                 messages = plan([Part(self.source, piece)], find_owners(layout, leaf, piece, ranks))
                 perform(self.on, what, messages, have, room)
-
-    def _find_ranks(self, layout: Layout, position: int) -> list[list[int]]:
-        """The global ranks at each position of the shard axis that have the part at a position of split leaves."""
-        mesh, axis, numbers = self.on.mesh, layout.split_axis, {rank: i for i, rank in enumerate(self.on.ranks)}
-        if not axis:
-            return self._ranks
-        return [[rank for rank in row if mesh.position(numbers[rank], axis) == position] for row in self._ranks]
 
     def end(self) -> None:
         """Return when every rank has what it keeps: a rank without a part in the last chunks hears of an error here."""

@@ -91,9 +91,9 @@ def _read_split(rule: str, given: Any, mesh: VirtualMesh) -> Split:
         way_out = 'give (axis, dim), as in ("tp", 0), or (axis, dim, parts)'
         raise FzeroError(f"split {rule!r}", f"is {given!r:.80}", way_out)
     axis = mesh.join((given[0],) if isinstance(given[0], str) else given[0])
-    if taken := [name for name in mesh.split(axis) if name in mesh.shard_axes]:
-        problem = f"names {taken[0]!r}, over which {mesh} cuts all state already"
-        raise FzeroError(f"split {rule!r}", problem, "name a model axis")
+    if set(mesh.shard_axes) <= set(mesh.split(axis)):
+        problem = f"names {axis!r}, over which {mesh} cuts all state already"
+        raise FzeroError(f"split {rule!r}", problem, "name a model axis, or let state lie along another axis besides")
     if len(given) == 3 and given[2] < 1:
         raise FzeroError(f"split {rule!r}", f"has {given[2]} parts", "give at least 1")
     return Split(axis, *given[1:])
@@ -132,7 +132,7 @@ def list_positions(out: Tensor, layout: Layout, on: Ranks) -> list[tuple[Tensor,
 
 def put_values(out: Tensor, given: Stretch, layout: Layout, leaf: int, on: Ranks) -> None:
     """Copy the values of some elements of a whole leaf to where they belong in what this process has of the leaf."""
-    mine, elements = layout.part(leaf, on.rank), range(given.start, given.start + len(given.values))
+    mine, elements = layout.part(leaf, layout.rank_of(on)), range(given.start, given.start + len(given.values))
     for room, position in list_positions(out, layout, on):
         found = given
         if layout.splits > 1:

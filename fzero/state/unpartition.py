@@ -112,7 +112,7 @@ def update_leaf(params: tree.Tree, path: str, fn: Callable[[Tensor], Tensor]) ->
         value = new if i == at[path] else _read_whole(leaves[i])
         flat, source = slices[index].view(-1), TensorSource(value, paths[i])
         for out, part in list_parts(flat, source, layout, index, old.ranks):
-            fill(out, part, layout, index, old.on.rank, CHUNK_NBYTES)
+            fill(out, part, layout, index, layout.rank_of(old.on), CHUNK_NBYTES)
         origin = leaves[i].origin if i != at[path] else follow([old.origin], fingerprint(TensorSource(new, path)))
         leaves[i] = Sharded.of_form(slices[index], old.form._replace(layout=layout, leaf=index))
         leaves[i].origin = origin  # where `fn` returned other values on another rank, the next step tells
@@ -134,11 +134,11 @@ def replace_values(leaf: Sharded, whole: Tensor) -> Sharded:
             path, f"has shape {list(leaf.global_shape)}, the new value {list(whole.shape)}", "give equal shapes"
         )
     slices = allocate_slices(
-        {index: layout.leaves[index]}, layout, leaf.on.rank, leaf.dtype, leaf.device, place=leaf.place
+        {index: layout.leaves[index]}, layout, layout.rank_of(leaf.on), leaf.dtype, leaf.device, place=leaf.place
     )
     source = TensorSource(whole.to(leaf.dtype), path)
     for out, part in list_parts(slices[index].view(-1), source, layout, index, leaf.ranks):
-        fill(out, part, layout, index, leaf.on.rank, CHUNK_NBYTES)
+        fill(out, part, layout, index, layout.rank_of(leaf.on), CHUNK_NBYTES)
     made = Sharded.of_form(slices[index], form)
     made.origin = follow([leaf.origin], fingerprint(source))
     return made
@@ -153,7 +153,7 @@ def _allocate_like(old: Sharded, shapes: Mapping[int, Leaf], layout: Layout) -> 
     """Memory for slices of a layout where a leaf lies. On a disk, all ranks have room or none returns."""
 
     def allocate() -> dict[int, Tensor]:
-        return allocate_slices(shapes, layout, old.on.rank, old.dtype, old.device, place=old.place)
+        return allocate_slices(shapes, layout, layout.rank_of(old.on), old.dtype, old.device, place=old.place)
 
     return old.on.do_together(allocate, "update_leaf on a disk") if isinstance(old.place, Disk) else allocate()
 
@@ -208,8 +208,7 @@ def _collect(leaf: Sharded, on: Ranks, rank: int) -> Tensor | None:
     layout, me, numel = leaf.form.layout, on.ranks[on.number], leaf.leaf.numel
     if layout.replicated:
         return leaf.local.detach().clone() if me == rank else None
-    number = on.ranks.index(rank)
-    row = [on.ranks[each] for each in next(row for row in on.mesh.rows(layout.cut_axes) if number in row)]
+    row = on.row(rank, layout.cut_axes)
     if me not in row:
         return None
     held = [(layout.part(leaf.index, along), position) for along, position in layout.cut_positions]
@@ -250,7 +249,7 @@ def _assemble_within(leaf: Sharded, piece: range) -> Tensor:
         return leaf.local.detach().reshape(-1)[piece.start : piece.stop].clone().to(leaf.device)
     on = leaf.ranks
     me = on.ranks[on.number]
-    row = on.row(me)
+    row = on.row(me, layout.shard_axis)
     have = Stretch(leaf.part.start, leaf.local.detach())  # which may lie on the host
     room = Stretch(piece.start, torch.empty(len(piece), dtype=leaf.dtype, device=leaf.device))
     # Not `plan` and `perform`: an owner would send its part N - 1 times through host memory. A broadcast is a tree of

@@ -27,5 +27,5 @@ def make_scales(x: Sharded) -> Sharded:
     except FzeroError as error:
         raise FzeroError(x.path, error.problem, error.way_out) from None
     parts = scales.splits if x.on.rank is None else 1  # of which this process has slices
-    zeros = x.local.new_zeros(parts * len(scales.part(x.index, x.on.rank)), dtype=torch.float32)
+    zeros = x.local.new_zeros(parts * len(scales.part(x.index, scales.rank_of(x.on))), dtype=torch.float32)
     return x.of_form(zeros, x.form._replace(layout=scales)).with_local(zeros)  # which may lie on a disk

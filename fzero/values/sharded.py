@@ -161,7 +161,7 @@ class Sharded(Tensor):
     @property
     def part(self) -> range:
         """The elements of the flattened value that this rank holds."""
-        return self.form.layout.part(self.form.leaf, self.on.rank)
+        return self.form.layout.part(self.form.leaf, self.form.layout.rank_of(self.on))
 
     # Of Tensor's attributes these are asked for most: without the way through `__torch_function__`.
 

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 def find_places(leaves: Sequence[Sharded | None], is_gathered: Callable[[Sharded], bool]) -> tuple[Any, ...]:
     """`PLACES` of `fzero.optim.operations`: where this rank's slices lie in their leaves, or what it has of leaves that
     are gathered. None for a leaf that is whole."""
-    lists: tuple[list[Any], ...] = ([], [], [], [], [], [])
+    lists: tuple[list[Any], ...] = ([], [], [], [], [], [], [], [])
     for x in leaves:
         if x is None:
-            row: tuple[Any, ...] = 0, 0, 0, 1, "", 0
+            row: tuple[Any, ...] = 0, 0, 0, 1, "", "", 0, 0
         else:
             layout, axes = x.form.layout, x.form.layout.split_axis
             at = (0, 0) if is_gathered(x) else (layout.shard, layout.leaf_ranges[x.index].start)
-            row = *at, layout.run_of(x.index), layout.splits, axes, x.on.along(axes) if axes else 0
+            where = x.on.along(axes) if axes else 0, layout.rank_of(x.on)
+            row = *at, layout.run_of(x.index), layout.splits, axes, layout.shard_axis, *where
         for column, item in zip(lists, row):
             column.append(item)
-    return *lists, next((x.on.rank for x in leaves if x is not None), 0)
+    return lists
 
 
 def _has_all_parts(value: Sharded | None) -> TypeGuard[Sharded]:

@@ -26,10 +26,10 @@ def define_gather(
         return decompress(packed, numel).to(dtype).reshape(-1)
 
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
-        along, axis, dtype = program.wire_of(node), program.mesh.shard_axis, node.meta["val"].dtype
+        along, axis, dtype = program.wire_of(node), program.layout_of(node).shard_axis, node.meta["val"].dtype
 
         def run(slices: list[Tensor], *_: Any, **__: Any) -> Any:
-            block = compress(ops.pack_slices(slices, along, rank.rank)[None])[0]  # [B]
+            block = compress(ops.pack_slices(slices, along, along.layout.rank_of(rank))[None])[0]  # [B]
             packed = yield ops.AllGather(f"{name} of {along.layout.bucket}", axis, block)  # [N * B]
             return take(packed.view(along.layout.world, -1), along.stride, dtype)
 
@@ -38,7 +38,7 @@ def define_gather(
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
         along = program.wire_of(node)
         nbytes = along.layout.world * count_bytes(along.stride)
-        yield ops.Comm("all_gather", program.mesh.shard_axis, node.args[1], torch.uint8, nbytes)
+        yield ops.Comm("all_gather", along.layout.shard_axis, node.args[1], torch.uint8, nbytes)
 
     def find_scratch(program: Program, node: Any) -> int:
         along, value = program.wire_of(node), node.meta["val"]

@@ -27,10 +27,9 @@ def compress_scatters(
     if is_empty:
         problem = f"finds {len(scatters)} reduce-scatters on {mesh}"
         raise FzeroError(f"pass {name!r}", problem, "put it behind the pass bucket")
-    world = mesh.size(mesh.shard_axis)
     for number, node in enumerate(scatters):
         fulls, bucket, leaves, numel = ops.BucketMove(*node.args)
-        path = f"{by.name}_error.{number}.{bucket}"
+        path, world = f"{by.name}_error.{number}.{bucket}", program.layouts[bucket].world
         kept = count = None
         if keeps:
             program, kept = program.add_state(path, (by.size(world, numel),), by.dtype, differs=mesh.names)

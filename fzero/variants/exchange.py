@@ -24,7 +24,8 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
 
     def perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
         _, bucket, _, _, _, replicas, _ = node.args
-        axis, over, what = program.mesh.shard_axis, list_replicas(program, bucket, replicas), f"{name} of {bucket}"
+        axis, what = program.layouts[bucket].shard_axis, f"{name} of {bucket}"
+        over = list_replicas(program, bucket, replicas)
 
         def run(packed: Any, bucket: str, leaves: Any, numel: int, dtype: Any, replicas: bool, options: Any) -> Any:
             received = yield ops.AllToAll(what, axis, packed)
@@ -37,7 +38,7 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
 
     def list_moves(program: Program, node: Any) -> Iterator[ops.Comm]:
         _, bucket, _, numel, _, replicas, options = node.args
-        axis, over = program.mesh.shard_axis, list_replicas(program, bucket, replicas)
+        axis, over = program.layouts[bucket].shard_axis, list_replicas(program, bucket, replicas)
         yield ops.Comm("all_to_all", axis, bucket, torch.uint8, program.mesh.size(axis) * count_bytes(numel, *options))
         if over:
             yield ops.Comm("all_reduce", over, bucket, torch.float32, 4 * numel)
@@ -51,6 +52,6 @@ def define_exchange(name: str, count_bytes: Callable[..., int], decompress: Call
         name, like=ops.reduce_scatter, perform=perform, kind=find_kind, moves=list_moves,
         fake=lambda packed, bucket, leaves, numel, dtype, *_: packed.new_empty(numel, dtype=dtype),
         check=lambda program, node: None, scratch=lambda program, node: ops.measure_scratch(
-            take_mean, node.args[0], program.mesh.size(program.mesh.shard_axis), node.args[3], node.args[6]
+            take_mean, node.args[0], program.layout_of(node).world, node.args[3], node.args[6]
         ),
     )  # fmt: skip

@@ -16,7 +16,7 @@ def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
     (outer, inner), mesh = program.mesh.shard_axes, program.mesh
 
     def run(slices: list[Tensor], *_: Any, **__: Any) -> Any:
-        block = ops.pack_slices(slices, along, rank.rank).to(dtype)  # [S]
+        block = ops.pack_slices(slices, along, along.layout.rank_of(rank)).to(dtype)  # [S]
         column = yield ops.AllGather(f"{what} over {outer}", outer, block)  # [n * S]
         rows = yield ops.AllGather(f"{what} over {inner}", inner, column)  # [L * n * S]
         by_node = rows.view(mesh.size(inner), mesh.size(outer), -1).transpose(0, 1)

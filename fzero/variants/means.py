@@ -14,7 +14,7 @@ def _perform(program: Program, node: Any, rank: Any) -> Callable[..., Any]:
     along, what = program.wire_of(node), f"start_mean of {node.args[1]}"
 
     def run(slices: Sequence[Tensor], bucket: str, leaves: Sequence[int], numel: int, axis: str) -> Any:
-        return (yield ops.AllReduce(what, axis, ops.pack_slices(slices, along, rank.rank), "avg"))
+        return (yield ops.AllReduce(what, axis, ops.pack_slices(slices, along, along.layout.rank_of(rank)), "avg"))
 
     return run
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fzero import FzeroError, Program, ops
 from fzero.variants.hops import gather_in_two_hops
+from fzero.variants.model_axes import lies_along_all
 
 
 def mics(program: Program, *, strict: bool = True) -> Program:
@@ -24,7 +25,8 @@ def mics(program: Program, *, strict: bool = True) -> Program:
             stays as it is.
     """
     program, mesh = program.copy(), program.mesh
-    gathers = program.graph.find_nodes(op="call_function", target=ops.all_gather)
+    found = program.graph.find_nodes(op="call_function", target=ops.all_gather)
+    gathers = [node for node in found if lies_along_all(program, node)]
     is_empty = not (gathers or program.is_body or program.find(gather_in_two_hops))
     if len(mesh.shard_axes) != 2 or (strict and is_empty):
         problem = f"finds {len(gathers)} gathers over {mesh.shard_axis!r} of {mesh}"

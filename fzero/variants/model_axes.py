@@ -14,6 +14,11 @@ def list_replicas(program: Program, bucket: Any, replicas: bool) -> str:
     return program.mesh.join(axes) if axes else ""
 
 
+def lies_along_all(program: Program, node: Any) -> bool:
+    """Whether the bucket of a node is cut over all axes that state lies along: its leaves are not split over some."""
+    return program.layout_of(node).shard_axis == program.mesh.shard_axis
+
+
 def find_split_axes(walk: Any, bucket: Any) -> tuple[str, ...]:
     """The model axes that the leaves of a bucket are split over: a buffer of such leaves differs along these."""
     split_axes: tuple[str, ...] = walk.program.layouts[bucket].split_axes

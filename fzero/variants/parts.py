@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero import Program, ops
-from fzero.variants.model_axes import find_split_axes
+from fzero.variants.model_axes import find_split_axes, lies_along_all
 
 
 def _perform_keep(program: Program, node: Any, rank: Any) -> Callable[..., Tensor]:
@@ -54,6 +54,7 @@ gather_parts = ops.define(
 
 
 def list_gathers(program: Program) -> list[Any]:
-    """The nodes of a program that gather buckets from slices, loops apart."""
+    """The nodes of a program that gather buckets from slices over all axes that state lies along, loops apart."""
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    return [x for x in calls if ops.record(x).starts == "gathered" and not ops.is_call(x, gather_parts)]
+    gathers = [x for x in calls if ops.record(x).starts == "gathered" and not ops.is_call(x, gather_parts)]
+    return [x for x in gathers if lies_along_all(program, x)]

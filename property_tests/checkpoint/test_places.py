@@ -14,10 +14,14 @@ from fzero.testing.strategies import layouts
 
 @st.composite
 def placed_leaves(draw: st.DrawFn) -> tuple[Grid, Layout, list[Place]]:
-    """The leaves of a layout on a mesh with the shard axis between two others, written by any copy of the state."""
+    """The leaves of a layout on a mesh with the shard axis, of one or two axes, between others, written by any copy of
+    the state."""
     layout = draw(layouts(max_world=5, max_block=3))
-    outer, inner = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    grid = Grid.of({"a": outer, "fsdp": layout.world, "b": inner}, "fsdp")
+    outer, inner, further = (draw(st.integers(1, 2)) for _ in range(3))
+    sizes = {"a": outer, "fsdp": layout.world, "b": inner}
+    if layout.world == 4:
+        sizes = {"a": outer, "fsdp": 2, "b": inner, "sp": 2, "c": further}
+    grid = Grid.of(sizes, "fsdp+sp" if layout.world == 4 else "fsdp")
     firsts = st.sampled_from(grid.list_firsts())
     places = [
         Place(leaf.path, torch.float32, leaf.shape, where.start, layout.shard, draw(firsts))
@@ -38,11 +42,13 @@ def test_files_hold_each_element_once(case: tuple[Grid, Layout, list[Place]]) ->
 def test_a_file_has_the_part_of_its_rank(case: tuple[Grid, Layout, list[Place]]) -> None:
     grid, layout, places = case
     mesh = VirtualMesh(a=2, fsdp=3, b=2)
-    full = Grid.of(mesh.sizes, "fsdp")
-    assert [full.position(rank) for rank in range(12)] == [mesh.position(rank, "fsdp") for rank in range(12)]
+    full = Grid.of(mesh.sizes, "a+b")
+    for axis in ("a+b", "fsdp", "fsdp+b"):
+        assert [full.position(rank, axis) for rank in range(12)] == [mesh.position(rank, axis) for rank in range(12)]
+        assert [full.offset(i, axis) for i in range(full.count(axis))] == mesh.rows(axis)[0]
     for index, place in enumerate(places):
         for position in range(layout.world):
-            file = place.first + position * grid.stride
+            file = place.first + grid.offset(position, "")
             assert list(grid.find_part(place, file)) == list(layout.part(index, position))
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.buffers import block_of, blocks_of, flat_parts, join_leaf, slice_of
-from fzero.layout.layout import Layout, Leaf, Wire, wire
+from fzero.layout.layout import Layout, Leaf
+from fzero.layout.wires import Wire, wire
 from fzero.state.fill import copy_slices
 from property_tests.strategies import wires_with_leaves
 

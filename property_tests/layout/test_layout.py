@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Leaf, Wire
+from fzero.layout.layout import Layout, Leaf
 from fzero.layout.ranges import shift, tile
+from fzero.layout.wires import Wire
 from fzero.testing.strategies import layouts
 from property_tests.strategies import layouts_with_ranks, wires
 

@@ -55,6 +55,7 @@ class Case:
     kind: str
     names: tuple[str, ...]
     splits: dict[str, tuple[Any, ...]]
+    state: tuple[str, ...] | None
     params: dict[str, Tensor]
     x: Tensor
     batches: tuple[Tensor, ...]
@@ -62,7 +63,9 @@ class Case:
     optimizer: str
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {self.mesh}, parts along {self.axes}, {self.options}, {self.kind}"]
+        lines = [
+            f"seed {self.seed}: {self.mesh.lay_state(self.state)}, parts along {self.axes}, {self.options}, {self.kind}"
+        ]
         lines += [f"  {self.optimizer}"] * (self.kind == "train")
         return "\n".join([*lines, *(f"  {name}" for name in self.names), f"  split: {self.splits}"])
 
@@ -96,7 +99,8 @@ def draw_case(seed: int) -> Case:
     options: dict[str, Any] = {"stage": draw.choice([1, 2, 3])} | more.choice(OPTIONS)
     optimizer = draw.choice(list(OPTIMIZERS))
     batches = tuple(_take_rows(x, ranks, rows) for rows in more.choice(LENGTHS))
-    return Case(seed, mesh, axes, options, kind, tuple(names), splits, params, x, batches, loss, optimizer)
+    state = Random(f"{seed} state").choice([None, None, mesh.names, tuple(axis for axis in mesh.names if axis != "a")])
+    return Case(seed, mesh, axes, options, kind, tuple(names), splits, state, params, x, batches, loss, optimizer)
 
 
 def _take_rows(x: Tensor, ranks: int, rows: int) -> Tensor:
@@ -146,7 +150,7 @@ def _derive(case: Case) -> Callable[..., Any]:
 def run_on_ranks(case: Case) -> Any:
     options = dict(case.options)
     to = options.pop("to", None)
-    held = fzero.partition(case.params, case.mesh, split=case.splits, to=to)
+    held = fzero.partition(case.params, case.mesh, split=case.splits, state=case.state, to=to)
     names = case.axes if isinstance(case.axes, tuple) else (case.axes,)
     data = tuple(axis for axis in case.mesh.names if axis not in names)
     if case.kind != "train":

@@ -46,7 +46,7 @@ class Process:
         self.params = fzero.partition(params, MESH)
         self.state, self.step = SGD.init(self.params), fzero.simulate(step, MESH, donate=False)
         how = defaults(stage=3) if passes is None else passes
-        self.pipeline = Counting(step, virtual(MESH), how, lambda program: program, cache=folder)
+        self.pipeline = Counting(step, virtual(MESH), how, lambda on, program: program, cache=folder)
 
     def prepare(self, *shape: int) -> Program:
         leaves, treedef = tree.flatten((self.params, self.state, tokens(shape)))

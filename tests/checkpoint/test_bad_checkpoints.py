@@ -262,8 +262,8 @@ def test_a_value_that_changed_is_found_by_its_sum(saved: Path) -> None:
 def test_a_manifest_of_a_newer_version_or_of_something_else(saved: Path) -> None:
     file = saved / "step-4" / MANIFEST
     text = file.read_text()
-    file.write_text(text.replace('"version": 1', '"version": 3'))
-    assert refuse(saved) == f"{file}: is version 3 of the format, this fzero reads 1 to 2; install a newer fzero"
+    file.write_text(text.replace('"version": 1', '"version": 4'))
+    assert refuse(saved) == f"{file}: is version 4 of the format, this fzero reads 1 to 3; install a newer fzero"
     file.write_text(text.replace("fzero.checkpoint", "fzero.elephants"))
     assert refuse(saved).startswith(f"{file}: has the format 'fzero.elephants', not 'fzero.checkpoint'")
     replace_by_fifo(file)

@@ -9,7 +9,8 @@ from torch import Tensor
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.buffers import block_of, blocks_of, leaves_of, padding_of
-from fzero.layout.layout import Layout, Leaf, wire
+from fzero.layout.layout import Layout, Leaf
+from fzero.layout.wires import wire
 
 PAIR = wire(Layout("layer", (Leaf("a", (2,)), Leaf("b", (2,))), VirtualMesh(fsdp=1), align=5), (0, 1))
 # b b b . w w w w | w w w w w w w w

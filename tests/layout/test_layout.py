@@ -8,7 +8,8 @@ import pytest
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import Layout, Leaf, replicated_layout, wire
+from fzero.layout.layout import Layout, Leaf, replicated_layout
+from fzero.layout.wires import wire
 
 # w 0..6, b 6..10, u 10..15, padded to 18: ranks own 0..6, 6..12, 12..18
 THREE = Layout("layer", (Leaf("w", (2, 3)), Leaf("b", (4,)), Leaf("u", (5,))), VirtualMesh(fsdp=3), align=2)

@@ -31,6 +31,9 @@ def train(mesh: VirtualMesh | None, stage: int = 0) -> Any:
 
 
 MESHES = [(GRID, 1), (GRID, 3), (VirtualMesh(tp=2, replica=2, fsdp=2), 3), (VirtualMesh(fsdp=3, tp=2), 2)]
+LAID = VirtualMesh(fsdp=2, replica=2, tp=2).lay_state(("fsdp", "tp"))
+"""State along the model axis too, with another between them."""
+MESHES.append((LAID, 3))
 
 
 @pytest.mark.parametrize(("mesh", "stage"), MESHES, ids=str)
@@ -52,6 +55,8 @@ OTHERS: list[tuple[VirtualMesh, Any]] = [
     (VirtualMesh(fsdp=4, tp=1), SPLIT),
     (VirtualMesh(fsdp=1, tp=4), SPLIT),
     (VirtualMesh(fsdp=3), None),
+    (LAID, SPLIT),
+    (VirtualMesh(fsdp=1, tp=2).lay_state(("fsdp", "tp")), {"experts": ("tp", 1)}),
     (VirtualMesh(fsdp=1, tp=2), {**SPLIT, "experts": ("tp", 1), "gate_up": ("tp", 0)}),
 ]
 

@@ -32,7 +32,7 @@ from torch import Tensor
 import fzero
 from fzero import optim, tree
 from fzero.base.mesh import VirtualMesh
-from fzero.layout.layout import wire
+from fzero.layout.wires import wire
 from fzero.passes import bucket, release
 from fzero.program import ops
 from fzero.program.program import Program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,16 @@ def trained(mesh: DeviceMesh) -> Any:
     return losses, fzero.unpartition(params)
 
 
-def split(mesh: DeviceMesh, folder: Path) -> Any:
+def split(mesh: DeviceMesh, folder: Path, state: tuple[str, ...] | None = None) -> Any:
     """Three steps of split leaves on four ranks, saved between them, and gone on with on other axes."""
-    mesh, step = grid(), axes.train(axes.split_sequence)
-    params = fzero.partition(axes.WEIGHTS, mesh, split=axes.SPLIT)
+    mesh, step, lie = grid(), axes.train(axes.split_sequence), state
+    params = fzero.partition(axes.WEIGHTS, mesh, split=axes.SPLIT, state=lie)
     state, batch = axes.ADAMW.init(params), axes.EXAMPLES.chunk(2)[dist.get_rank() // 2]
     for _ in range(2):
         params, state, _ = fzero.shard(step, mesh, data=("fsdp",))(params, state, batch)
     checkpoint.save(folder, {"params": params, "state": state}, step=2)
     other = grid((1, 4))
-    like = fzero.partition(tree.map(torch.zeros_like, axes.WEIGHTS), other, split=axes.SPLIT)
+    like = fzero.partition(tree.map(torch.zeros_like, axes.WEIGHTS), other, split=axes.SPLIT, state=lie)
     loaded = checkpoint.load(folder, {"params": like, "state": axes.ADAMW.init(like)})
     on_one, whole = (fzero.unpartition(loaded["params"], rank=rank) for rank in (1, None))
     is_right = on_one["up"] is None if dist.get_rank() != 1 else all(torch.equal(on_one[x], whole[x]) for x in whole)
@@ -110,9 +111,9 @@ def split(mesh: DeviceMesh, folder: Path) -> Any:
 
 def optimized(mesh: DeviceMesh) -> Any:
     """Two steps of optimizers that look at whole leaves, from state that the last rank alone has."""
-    mesh, whole = grid(), split_optimizers.WHOLE
+    mesh, whole, laid = grid(), split_optimizers.WHOLE, ("fsdp", "tp")
     given = whole if dist.get_rank() == 3 else tree.map(lambda x: x.to("meta"), whole)
-    params = fzero.partition(given, mesh, split=split_optimizers.SPLIT, unit=256, source_rank=3, chunk=1000)
+    params = fzero.partition(given, mesh, split=split_optimizers.SPLIT, unit=256, source_rank=3, chunk=1000, state=laid)
     states = split_optimizers.init(params)
     step = fzero.shard(split_optimizers.step, mesh, data=("fsdp",))
     batch = split_optimizers.EXAMPLES.chunk(2)[dist.get_rank() // 2]
@@ -120,12 +121,12 @@ def optimized(mesh: DeviceMesh) -> Any:
     return fzero.unpartition(step(params, states, batch))
 
 
-def moved(mesh: DeviceMesh, folder: Path) -> Any:
+def moved(mesh: DeviceMesh, folder: Path, state: tuple[str, ...] | None = None) -> Any:
     """Whole leaves of a module that is built in parts: by chunks, behind an edit, and in files."""
     torch.manual_seed(0)
     whole, _ = fzero.lower(Feedforward())
     rules = {"up.weight": ("tp", 0), "down.weight": ("tp", 1)}
-    held, _ = fzero.build(Feedforward, grid(), split=rules, chunk=1000)
+    held, _ = fzero.build(Feedforward, grid(), split=rules, chunk=1000, state=state)
     held = fzero.update_leaf(held, "up.weight", lambda w: 2 * w)
     whole["up"]["weight"] = 2 * whole["up"]["weight"].detach()
     chunks = dict[str, list[Tensor]]()
@@ -160,7 +161,9 @@ def unlike(mesh: DeviceMesh) -> list[Any]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     functions = (all_collectives, layered, ragged, trained, optimized, unlike)
     cases: dict[str, Any] = {each.__name__: each for each in functions}
-    cases |= {each.__name__: partial(each, folder=tmp_path_factory.mktemp("files")) for each in (split, moved)}
+    for each, name in itertools.product((split, moved), ("", " with state along both")):
+        how: dict[str, Any] = {"state": ("fsdp", "tp")} if name else {}
+        cases[each.__name__ + name] = partial(each, folder=tmp_path_factory.mktemp("files"), **how)
     return run_cases(4, cases)
 
 
@@ -188,7 +191,7 @@ def test_a_model_axis_trains_as_one_device(outcomes: dict[str, list[Outcome]]) -
         losses.append(loss)
     for found in values(outcomes["trained"]):
         torch.testing.assert_close(found, (losses, params), rtol=1e-12, atol=1e-14)
-    for loss, found, is_right in values(outcomes["split"]):
+    for loss, found, is_right in values(outcomes["split"]) + values(outcomes["split with state along both"]):
         torch.testing.assert_close((loss, found), (losses[-1], params), rtol=1e-12, atol=1e-14)
         assert is_right
 
@@ -202,7 +205,7 @@ def test_optimizers_of_whole_leaves_train_split_ones_as_one_device(outcomes: dic
 
 
 def test_whole_leaves_come_out_of_parts(outcomes: dict[str, list[Outcome]]) -> None:
-    assert values(outcomes["moved"]) == [[True] * 4] * 4
+    assert values(outcomes["moved"]) == values(outcomes["moved with state along both"]) == [[True] * 4] * 4
 
 
 def test_unlike_batches_are_named_on_all_ranks(outcomes: dict[str, list[Outcome]]) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fzero import FzeroError, VirtualMesh
 from fzero.layout import buffers
-from fzero.layout.layout import Layout, Leaf, Wire, wire
+from fzero.layout.layout import Layout, Leaf
+from fzero.layout.wires import Wire, wire
 from fzero.ranks import processes
 from fzero.ranks.live import live
 from fzero.ranks.transports import Native, PointToPoint, SameHost, Transport, board, process_memory, same_host

@@ -41,6 +41,7 @@ class Trap(NamedTuple):
     split: Any = None
     data: tuple[str, ...] = ("fsdp",)
     persist: int = 0
+    state: tuple[str, ...] | None = None
 
 
 def square(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -90,6 +91,10 @@ TRAPS = {
     "repeated loss": Trap(lambda params, x: 3 * square(split_mlp)(params, x), split=SPLIT),
     # a mean of ranks' means where tokens count: github.com/ByteDance-Seed/VeOmni/issues/338
     "weights of a sequence": Trap(weighed, data=("fsdp", "tp")),
+    # state over all axes: leaves that are split, such as experts, are cut over the rest of them
+    "state of experts": Trap(square(on_own_tokens), ROUTED, EXPERTS, ("fsdp", "tp"), state=("fsdp", "tp")),
+    "state along a model axis": Trap(square(split_mlp), split=SPLIT, state=("fsdp", "tp")),
+    "state of a sequence": Trap(weighed, data=("fsdp", "tp"), state=("fsdp", "tp")),
 }
 """With dropout below; the rest of the ten are in `test_axes_of_ranks.py`."""
 
@@ -119,7 +124,7 @@ def drop(x: Tensor) -> list[Tensor]:
 
 def on_virtual_ranks(trap: Trap) -> Any:
     mesh = VirtualMesh(fsdp=2, tp=2)
-    params = fzero.partition(trap.params, mesh, split=trap.split, persist=trap.persist)
+    params = fzero.partition(trap.params, mesh, split=trap.split, persist=trap.persist, state=trap.state)
     found, params = train(trap, lambda step: fzero.simulate(step, mesh, data=trap.data), params, EXAMPLES)
     return found, fzero.unpartition(params)
 
@@ -127,7 +132,7 @@ def on_virtual_ranks(trap: Trap) -> Any:
 def on_real_ranks(mesh: DeviceMesh) -> dict[str, Any]:
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), {}
     for name, trap in TRAPS.items():
-        params = fzero.partition(trap.params, mesh, split=trap.split, persist=trap.persist)
+        params = fzero.partition(trap.params, mesh, split=trap.split, persist=trap.persist, state=trap.state)
         rows = EXAMPLES.chunk(2 ** len(trap.data))[dist.get_rank() // (2 if len(trap.data) == 1 else 1)]
         seen, params = train(trap, lambda step, trap=trap: fzero.shard(step, mesh, data=trap.data), params, rows)
         found[name] = seen, fzero.unpartition(params)

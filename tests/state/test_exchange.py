@@ -17,6 +17,7 @@ import fzero
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.layout.layout import Layout, Leaf
+from fzero.layout.splits import Split
 from fzero.ranks.live import live
 from fzero.state.exchange import Message, Part, Stretch, find_owners, perform, plan, ranks_by_position
 
@@ -25,8 +26,12 @@ LAYOUT = Layout("b", (Leaf("v", (3,)), Leaf("w", (2, 5))), VirtualMesh(fsdp=2), 
 
 
 def test_ranks_by_position_lists_the_copies_of_the_state() -> None:
-    assert ranks_by_position(VirtualMesh(replica=2, fsdp=3), [4, 5, 6, 7, 8, 9]) == [[4, 7], [5, 8], [6, 9]]
-    assert ranks_by_position(VirtualMesh(fsdp=2, replica=2), [0, 1, 2, 3]) == [[0, 1], [2, 3]]
+    def list_copies(ranks: list[int], *at: int, split: Split | None = None, **sizes: int) -> list[list[int]]:
+        return ranks_by_position(Layout("b", (Leaf("w", (5,), split=split),), VirtualMesh(**sizes)), ranks, *at)
+
+    assert list_copies([4, 5, 6, 7, 8, 9], replica=2, fsdp=3) == [[4, 7], [5, 8], [6, 9]]
+    assert list_copies([0, 1, 2, 3], fsdp=2, replica=2) == [[0, 1], [2, 3]]
+    assert list_copies([0, 1, 2, 3], 1, split=Split("tp", 0, 1), fsdp=2, tp=2) == [[1], [3]]
 
 
 def test_one_rank_has_a_piece_and_each_copy_gets_its_part() -> None:

@@ -26,7 +26,7 @@ WHOLE: dict[str, Tensor] = {
 }
 RULES: dict[str, Any] = {**SPLIT, "gate_up": ("tp", 0, 2), "rows": ("tp", 1, 2), "columns": ("tp", 2, 3)}
 GRID = VirtualMesh(fsdp=2, tp=2)
-MESHES = [GRID, VirtualMesh(tp=2, replica=2, fsdp=3)]
+MESHES = [GRID, VirtualMesh(tp=2, replica=2, fsdp=3), GRID.lay_state(("fsdp", "tp"))]
 
 
 def hold(mesh: VirtualMesh = GRID, **how: Any) -> dict[str, Any]:

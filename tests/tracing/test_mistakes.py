@@ -20,7 +20,7 @@ from fzero.ranks.virtual import virtual
 
 def prepare(case: Unmeant, mesh: VirtualMesh = MESH) -> Program:
     """The program that a rank of `shard` traces: plain arguments are not cut, as they are in a simulation."""
-    return Pipeline(case.step, virtual(mesh), (), lambda program: program).program(case.args)
+    return Pipeline(case.step, virtual(mesh), (), lambda on, program: program).program(case.args)
 
 
 @pytest.mark.parametrize("name", UNMEANT)

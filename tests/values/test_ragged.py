@@ -113,7 +113,7 @@ def test_rows_that_do_not_fit_are_an_error_of_the_next_call(fn: Any) -> None:
 def test_a_program_from_a_file_has_its_flags(tmp_path: Path) -> None:
     step = fzero.simulate(exchange, VirtualMesh(fsdp=2), passes=())
     traced, restored = (
-        Pipeline(exchange, step._pipeline.on, (), lambda program: program, cache=tmp_path) for _ in "ab"
+        Pipeline(exchange, step._pipeline.on, (), lambda on, program: program, cache=tmp_path) for _ in "ab"
     )
     given = [X[:3], EVEN[:2]], tree.flatten((X, EVEN))[1]
     traced.prepare(*given)

@@ -15,17 +15,21 @@ from fzero.passes.run import Pass
 from fzero.program.memory import Allocator
 from fzero.program.records import find_bodies
 from fzero.variants.fp8_gather import compress, decompress, fp8_gather
+from fzero.variants.hops import gather_in_two_hops
 from fzero.variants.hpz import hpz
 from fzero.variants.int8_gather import int8_gather
 from fzero.variants.int8_mean import int8_mean
 from fzero.variants.int8_scatter import INT8, int8_scatter
 from fzero.variants.mics import mics
+from fzero.variants.parts import gather_parts
 from fzero.variants.qgz import qgz
 from fzero.variants.topk_scatter import topk_scatter
 from fzero.variants.two_hop_scatter import two_hop_scatter
 from fzero.variants.zeropp import zeropp
 
 NODES, GRID = VirtualMesh(node=2, local=2, tp=2), VirtualMesh(replica=2, fsdp=2, tp=2)
+LAID = VirtualMesh(replica=2, fsdp=2, tp=2).lay_state(("fsdp", "tp"))
+"""Leaves that are split over "tp" lie along "fsdp", and the others along both."""
 
 
 def with_pass(rewrite: Pass | None, before: str = "offload", **options: Any) -> Any:
@@ -39,12 +43,16 @@ def step_on(fn: Any, mesh: VirtualMesh, chosen: Any) -> Any:
 
 def test_gathers_inside_of_nodes_and_in_hops_are_the_same_bit_for_bit() -> None:
     tries: list[tuple[Pass | None, Any]] = [(None, {}), (hpz, {}), (mics, {}), (hpz, {"keep": frozenset({"down:tp"})})]
-    for place in (None, fzero.host()):
+    for mesh, place in ((NODES, None), (NODES, fzero.host()), (LAID, None)):
         found = []
         for rewrite, options in tries:
-            held = fzero.partition(WEIGHTS, NODES, split=SPLIT, to=place)
-            run = step_on(train(split_mlp), NODES, with_pass(rewrite, **options))
-            found.append(tree.leaves(fzero.unpartition(run(held, ADAMW.init(held), EXAMPLES))))
+            held = fzero.partition(WEIGHTS, mesh, split=SPLIT, to=place)
+            rewrite = partial(hpz, axis="tp") if rewrite is hpz and mesh is LAID else rewrite
+            run = step_on(train(split_mlp), mesh, with_pass(rewrite, **options))
+            args, emitted = (held, ADAMW.init(held), EXAMPLES), {hpz: gather_parts, mics: gather_in_two_hops}
+            changed = emitted.get(getattr(rewrite, "func", rewrite))
+            assert changed is None or run.trace(*args).find(changed)
+            found.append(tree.leaves(fzero.unpartition(run(*args))))
         assert all(all(map(torch.equal, got, found[0])) for got in found[1:])
 
 
@@ -58,9 +66,10 @@ def gradients(mesh: VirtualMesh, rewrite: Pass | None, before: str = "prefetch")
 
 def test_a_scatter_that_loses_nothing_has_the_gradients_of_one_device() -> None:
     right = fzero.grad(loss_of(split_mlp))({name: w.float() for name, w in WEIGHTS.items()}, EXAMPLES.float())
-    for mesh in (NODES, GRID, VirtualMesh(fsdp=1, tp=4)):
+    for mesh in (NODES, GRID, VirtualMesh(fsdp=1, tp=4), LAID):
         torch.testing.assert_close(gradients(mesh, partial(topk_scatter, density=1.0)), right)
-    torch.testing.assert_close(gradients(NODES, two_hop_scatter), right)
+    for mesh in (NODES, LAID):
+        torch.testing.assert_close(gradients(mesh, two_hop_scatter), right)
 
 
 def test_rounding_is_within_its_bounds() -> None:

@@ -234,11 +234,14 @@ def test_state_of_a_pass_differs_along_both_axes_or_neither() -> None:
 
 
 def test_files_of_a_checkpoint_lie_as_along_one_axis() -> None:
-    grid = Grid.of({"replica": 2, "node": 2, "local": 3, "tp": 2}, "node+local")
-    assert grid == Grid.of({"replica": 2, "fsdp": 6, "tp": 2}, "fsdp")
-    for sizes in ({"node": 2, "tp": 2, "local": 3}, {"fsdp": 2}):
-        with pytest.raises(ValueError):
-            Grid.of(sizes, "node+local")
+    def list_offsets(axis: str, **sizes: int) -> list[int]:
+        grid = Grid.of(sizes, axis)
+        return [grid.offset(position, "") for position in range(grid.count(""))]
+
+    assert list_offsets("node+local", replica=2, node=2, local=3, tp=2) == list_offsets("fsdp", replica=2, fsdp=6, tp=2)
+    assert list_offsets("node+local", node=2, tp=2, local=3) == [0, 1, 2, 6, 7, 8]
+    with pytest.raises(ValueError):
+        Grid.of({"fsdp": 2}, "node+local")
 
 
 def test_what_a_pass_cannot_gather_otherwise_is_refused_by_name() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.base.dtypes import accumulator, name_dtype
 from fzero.layout import buffers
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 from fzero.program.arguments import start_of
 from fzero.program.comm import Comm
 from fzero.program.fakes import view_first
@@ -178,22 +178,22 @@ def list_gather(program: Program, node: Node) -> Iterator[Comm]:
     """The collective of a gather: one all-gather of the leaves that a node names."""
     value = node.meta["val"]
     size = program.wire_of(node).numel * value.element_size()
-    yield Comm(AllGather.name, program.mesh.shard_axis, node.args[1], value.dtype, size)
+    yield Comm(AllGather.name, program.layout_of(node).shard_axis, node.args[1], value.dtype, size)
 
 
 def list_scatter(program: Program, node: Node) -> Iterator[Comm]:
     """The collectives of a scatter: one reduce-scatter of the leaves that a node names, then, unless `replicas` is
     false, one all-reduce of the block over the axes along which ranks hold the same."""
     along, mesh, dtype = program.wire_of(node), program.mesh, sum_dtype(node.meta["val"])
-    yield Comm(ReduceScatter.name, mesh.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
+    yield Comm(ReduceScatter.name, along.layout.shard_axis, node.args[1], dtype, along.sent * dtype.itemsize)
     if along.layout.replica_axes and node.kwargs.get("replicas", True):
         over = mesh.join(along.layout.replica_axes)
         yield Comm(AllReduce.name, over, node.args[1], dtype, along.stride * dtype.itemsize)
 
 
 def _all_gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    along, dtype, axis = program.wire_of(node), node.kwargs.get("dtype"), program.mesh.shard_axis
-    return lambda slices, *_, **__: gather_leaves(slices, along, rank.rank, axis, dtype)
+    along, dtype, axis = program.wire_of(node), node.kwargs.get("dtype"), program.layout_of(node).shard_axis
+    return lambda slices, *_, **__: gather_leaves(slices, along, along.layout.rank_of(rank), axis, dtype)
 
 
 def _reduce_scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
@@ -219,12 +219,12 @@ def _whole_span(program: Program, node: Node, rank: Rank) -> range | None:
 
 def _part(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
     along, position = program.wire_of(node), node.args[3]
-    return lambda block, *_: buffers.slice_of(block, along, rank.rank, position)
+    return lambda block, *_: buffers.slice_of(block, along, along.layout.rank_of(rank), position)
 
 
 def _part_span(program: Program, node: Node, rank: Rank) -> range | None:
     is_list = averages_alone(program, start_of(node.args[0]))
-    return None if is_list else program.wire_of(node).block(rank.rank)[node.args[3]]
+    return None if is_list else program.wire_of(node).block(program.layout_of(node).rank_of(rank))[node.args[3]]
 
 
 # memory and work

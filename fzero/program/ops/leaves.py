@@ -89,10 +89,10 @@ def _gather_memory(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
 
 def _gather(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
-    along, axis = program.wire_of(node), program.mesh.shard_axis
+    along, axis = program.wire_of(node), program.layout_of(node).shard_axis
 
     def run(x: Tensor, bucket: str, leaf: int, shape: list[int]) -> Steps:
-        buffer = yield from gather_leaves([x], along, rank.rank, axis)
+        buffer = yield from gather_leaves([x], along, along.layout.rank_of(rank), axis)
         return buffers.join_leaf(buffer, along, 0, shape)
 
     return run
@@ -132,7 +132,7 @@ def _scatter(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
 
     def run(x: Tensor, bucket: str, leaf: int, numel: int, **_: bool) -> Steps:
         block = yield from average_leaves([x], along, replicas)
-        return buffers.slice_of(block, along, rank.rank, 0)
+        return buffers.slice_of(block, along, along.layout.rank_of(rank), 0)
 
     return run
 
@@ -170,7 +170,8 @@ def place_slice(allocator: Allocator, node: Node) -> tuple[Any, ...]:
 
 
 def _take(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
-    part = program.layout_of(node).part(node.args[2], rank.rank)
+    layout = program.layout_of(node)
+    part = layout.part(node.args[2], layout.rank_of(rank))
     return lambda x, *_: x.reshape(-1)[part.start : part.stop]
 
 

@@ -47,8 +47,8 @@ def orthogonalize_on_owners(
         made = newton_schulz.orthogonalize(fulls, blocks, how)
         return [cut_into_parts(each, each.new_empty(x.shape), *place) for each, x, place in zip(made, slices, places)]
     done: dict[int, Tensor] = {}
-    for axes in dict.fromkeys(layout.cut_axes for layout, _ in places):
-        mine = [i for i, (layout, _) in enumerate(places) if layout.cut_axes == axes]
+    for axes in dict.fromkeys((layout.split_axis, layout.shard_axis) for layout, _ in places):
+        mine = [i for i, (layout, _) in enumerate(places) if (layout.split_axis, layout.shard_axis) == axes]
         xs, at, rows = [slices[i] for i in mine], [places[i] for i in mine], [blocks[i] for i in mine]
         done |= zip(mine, _move_and_orthogonalize(on, xs, at, rows, how))
     return [done[i] for i in range(len(slices))]
@@ -191,7 +191,7 @@ def _orthogonalize(program: Program, node: Node, rank: Rank) -> Callable[..., Te
 
 def _from_owners(program: Program, node: Node, rank: Rank) -> Callable[..., Steps]:
     plan, (scales, _, dtypes) = owners_of(program, node), node.args[4:7]
-    sizes = [len(layout.part(leaf, rank.rank)) for layout, leaf in plan.places]
+    sizes = [len(layout.part(leaf, layout.rank_of(rank))) for layout, leaf in plan.places]
     return lambda owned, *_: bring_back(owned, plan, rank.along(plan.axis), scales, sizes, take_dtypes(dtypes))
 
 

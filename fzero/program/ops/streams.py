@@ -68,7 +68,8 @@ def _join_kind(walk: Walk, node: Node) -> Kind:
 
 
 def _join(program: Program, node: Node, rank: Rank) -> Callable[..., Tensor]:
-    numel = len(program.layout_of(node).part(node.args[2], rank.rank))
+    layout = program.layout_of(node)
+    numel = len(layout.part(node.args[2], layout.rank_of(rank)))
     return lambda chunks, *_: chunks.view(-1)[:numel]
 
 

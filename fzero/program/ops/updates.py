@@ -118,8 +118,8 @@ def _maps_kind(walk: Walk, node: Node) -> Kind:
 
 def _bind_rank(program: Program, node: Node, rank: Rank) -> Callable[..., Any]:
     """The last arguments of a node are the positions of the rank whose fake values the program shows."""
-    positions = [rank.along(axis) if axis else 0 for axis in node.args[-3]]
-    return lambda *args: node.target(*args[:-2], positions, rank.rank)
+    positions, ranks = ([rank.along(axis) if axis else 0 for axis in axes] for axes in node.args[-4:-2])
+    return lambda *args: node.target(*args[:-2], positions, ranks)
 
 
 for _name, _packet in (STAGES | SUMS | MAPS).items():

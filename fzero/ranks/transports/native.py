@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.base.dtypes import accumulator
 from fzero.layout import buffers
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 from fzero.ranks.members import Attempt
 from fzero.ranks.transports.pending import Pending, Splits
 from fzero.ranks.transports.reduction import OPS, pack_operand, unpack_result

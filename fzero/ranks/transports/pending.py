@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 from fzero.ranks.members import Attempt
 
 

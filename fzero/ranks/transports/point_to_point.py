@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.layout import buffers
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 from fzero.ranks.members import TAG, Attempt
 from fzero.ranks.transports.pending import Pending, Splits
 from fzero.ranks.transports.reduction import OPS, PIECE, average_, pack_operand, reduce, unpack_result

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.layout import buffers
-from fzero.layout.layout import Wire
+from fzero.layout.wires import Wire
 from fzero.ranks.members import Attempt, Members
 from fzero.ranks.transports.board import SLOTS, Board, describe
 from fzero.ranks.transports.pending import Pending

@@ -218,7 +218,7 @@ def _allocate(planned: Sequence[Sharded], device: Any, pin: bool) -> list[Sharde
 
 
 def _allocate_on_disk(planned: Sharded, place: Disk, device: torch.device) -> Sharded:
-    layout, rank = planned.form.layout, planned.on.rank
+    layout, rank = planned.form.layout, planned.form.layout.rank_of(planned.on)
     local = allocate_on_disk(place, planned.dtype, planned.local.numel(), rank, layout.bucket, planned.path)
     return Sharded.of_form(local, planned.form._replace(device=device))
 
@@ -228,7 +228,7 @@ def _fill(value: Sharded, leaf: Tensor, chunk: int) -> None:
     layout, index, flat = value.form.layout, value.index, value.local.view(-1)
     if not isinstance(leaf, Deferred):
         for out, part in list_parts(flat, source_of(leaf, value.path), layout, index, value.ranks):
-            fill(out, part, layout, index, value.on.rank, chunk)
+            fill(out, part, layout, index, layout.rank_of(value.on), chunk)
     elif layout.splits == 1:
         read(leaf, value.part, flat, chunk)
     else:
