@@ -197,7 +197,10 @@ def test_a_plan_of_attention_has_no_matrix_of_all_pairs(mask: str | None) -> Non
 
 def test_a_value_that_must_be_the_same_on_all_ranks_and_is_not_is_an_error() -> None:
     step = fzero.simulate(loss, 2)
-    step._pipeline.passes, step._pipeline.finish = (), drop_average  # without verify, which refuses the next
+    step._pipeline.passes, step._pipeline.finish = (
+        (),
+        lambda on, program: drop_average(program),
+    )  # without verify, which refuses the next
     with pytest.raises(FzeroError, match=r"ranks that must hold the same value of result '' hold \[0\.\d+\] and \[0\."):
         step(fzero.partition(layers(), fzero.VirtualMesh(fsdp=2)), examples())
 
@@ -205,7 +208,7 @@ def test_a_value_that_must_be_the_same_on_all_ranks_and_is_not_is_an_error() -> 
 def test_replicas_that_disagree_are_an_error() -> None:
     mesh = fzero.VirtualMesh(replica=2, fsdp=2)
     step = fzero.simulate(fzero.grad(loss), mesh)
-    step._pipeline.passes, step._pipeline.finish = (), drop_mean
+    step._pipeline.passes, step._pipeline.finish = (), lambda on, program: drop_mean(program)
     with pytest.raises(FzeroError, match=r"layers\.0\.b: ranks that must hold the same value of result 'layers\.0\.b'"):
         step(fzero.partition(layers(), mesh), examples())
 

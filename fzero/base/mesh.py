@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.base.arguments import is_whole
 from fzero.base.errors import FzeroError
@@ -235,6 +235,25 @@ def read_mesh(where: str, text: str) -> VirtualMesh:
     return VirtualMesh(**{name: int(size) for name, size in pairs})
 
 
+class LaidMesh(NamedTuple):
+    """A torch `DeviceMesh` with state along other axes than their names say. Functions take it for a mesh."""
+
+    devices: Any
+    state: tuple[str, ...]
+
+
+def lay_state(mesh: Any, axes: Sequence[str] | None) -> Any:
+    """A mesh with state along these axes of it, None: as it is."""
+    if axes is None:
+        return mesh
+    return mesh.lay_state(axes) if isinstance(mesh, VirtualMesh) else LaidMesh(devices_of(mesh), tuple(axes))
+
+
+def devices_of(mesh: Any) -> Any:
+    """The torch `DeviceMesh` of a mesh."""
+    return mesh.devices if isinstance(mesh, LaidMesh) else mesh
+
+
 def mesh_shape(mesh: Any, *, has_devices: bool = False) -> VirtualMesh:
     """The axis names and sizes of a torch `DeviceMesh`. A `VirtualMesh` is returned unchanged.
 
@@ -246,6 +265,8 @@ def mesh_shape(mesh: Any, *, has_devices: bool = False) -> VirtualMesh:
         if has_devices:
             raise FzeroError("mesh", f"{mesh} has names and sizes but no devices", "give a DeviceMesh")
         return mesh
+    if isinstance(mesh, LaidMesh):
+        return mesh_shape(mesh.devices).lay_state(mesh.state)
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
         raise FzeroError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import FzeroError, VirtualMesh
-from fzero.base.mesh import mesh_shape
+from fzero.base.mesh import devices_of, mesh_shape
 from fzero.data.position import mix
 
 
@@ -41,7 +41,7 @@ def find_part(batch: int, mesh: Any, data: Sequence[str] | None) -> range:
         raise FzeroError("batch", problem, f"give the number of examples of all ranks, a multiple of {total}")
     if isinstance(mesh, VirtualMesh):
         return range(batch)
-    coordinate = mesh.get_coordinate()
+    coordinate = devices_of(mesh).get_coordinate()
     if coordinate is None:
         raise FzeroError("mesh", "does not have this rank", "make the loader on the ranks of its mesh")
     number = 0

@@ -8,6 +8,7 @@ from torch import nn
 
 from fzero import FzeroError, lower, partition, tree
 from fzero.base.arguments import check_arguments
+from fzero.base.mesh import lay_state
 from fzero.hf.pipelines import make_stages
 from fzero.hf.sharing import find_sharing, share_forwards
 from fzero.hf.styles import Axis
@@ -62,7 +63,9 @@ def parallel(
     gives all the same work.
 
     `plan` adds rules to these, or replaces them: names of modules and parameters, in which "*" is a number, and styles
-    of transformers, such as `{"lm_head": "replicate"}`. `how` are keywords of `fzero.partition`.
+    of transformers, such as `{"lm_head": "replicate"}`. `how` are keywords of `fzero.partition`. Without `state` among
+    them, state lies along the axes of the mesh for it, and along `sp`, but for axes of `tp`, and `ep` with `capacity`:
+    no rank along these has a copy of another's slices.
 
     The model stays as it is. Outside of `shard`, `apply` is its function on one device.
 
@@ -86,6 +89,7 @@ def parallel(
         return make_stages(model, mesh, wish, pp, num_microbatches, how)
     if num_microbatches is not None:
         raise FzeroError("num_microbatches", "is given without pp", 'name the axis, as in pp="pp"')
+    mesh = lay_state(mesh, how.pop("state")) if "state" in how else wish.lay_state(mesh)
     sharing = find_sharing(model, wish, mesh)
     with share_forwards(model, sharing):
         params, apply = lower(model)

@@ -15,6 +15,7 @@ from torch import nn
 from fzero import build, checkpoint, lower, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
+from fzero.base.mesh import lay_state
 from fzero.hf.adapters import add_adapters, gather_adapters, has_adapters, save_adapters
 from fzero.hf.codes import quantize_base, read_quantize, suggest
 from fzero.hf.generation import Generator
@@ -155,6 +156,7 @@ def from_pretrained(
         raise FzeroError("from_pretrained: cls", f"is {cls!r:.80}", way_out)
     made: list[nn.Module] = []
     how: dict[str, Any] = dict(partition or {})
+    mesh = lay_state(mesh, how.pop("state")) if "state" in how else wish.lay_state(mesh)
     if wish.axes:
         if "split" in how:
             raise FzeroError("partition: split", "is given, and tp, ep or sp say how to split", "give rules as plan=")

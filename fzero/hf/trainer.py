@@ -50,6 +50,7 @@ from fzero.hf.wrapped import Wrapped
 from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
 from fzero.program.plan import check_stage
+from fzero.ranks.live import find_ranks
 from fzero.ranks.together import tell_others
 from fzero.training.meshes import EVENLY, PORT, find_local_rank, make_mesh
 from fzero.training.models import (
@@ -127,6 +128,7 @@ class Trainer(Updates):
             self._wish = choose_wish(self._wish, pretrained.wish)
             self.mesh = pretrained.mesh if self.mesh is None else self.mesh
         check_mesh_of(self._wish, self.mesh)
+        self.mesh = self._wish.lay_state(self.mesh)
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args  # as transformers
         device = args.device.type if isinstance(args, transformers.TrainingArguments) else None  # makes the group
         if self.mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -175,7 +177,7 @@ class Trainer(Updates):
         """Train parameters that are in slices already."""
         check_model(pretrained.model)
         check_values(pretrained.model)
-        if self.mesh is not None and self.mesh is not pretrained.mesh:
+        if self.mesh is not None and find_ranks(self.mesh) is not find_ranks(pretrained.mesh):
             raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
         check_sharable(self._wish, pretrained.model, buffers)

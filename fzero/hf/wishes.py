@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.base.mesh import VirtualMesh, lay_state, mesh_shape
 from fzero.hf.styles import Axis
 from fzero.hf.tensor_plans import TensorPlan
 
@@ -72,10 +72,23 @@ class Wish(NamedTuple):
             problem = f"is given, and ranks along tp={self.tp!r} have the same tokens"
             raise FzeroError(f"capacity={self.capacity!r}", problem, "give ep another axis, or leave capacity out")
         for axis in axes.values():
-            if set(mesh.shard_axes).intersection(mesh.split(axis)):
+            if set(mesh.shard_axes) <= set(mesh.split(axis)):
                 way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
                 raise FzeroError(repr(axis), f"is an axis over which {mesh} cuts all state", way_out)
         return axes
+
+    def lay_state(self, mesh: Any) -> Any:
+        """The mesh with state along its axes for it, and along those whose ranks would have copies: of parts of a
+        sequence, and of experts whose tokens come from ranks with examples of their own. A mesh whose state was laid
+        stays as it is."""
+        if not self.axes:
+            return mesh
+        sizes = mesh_shape(mesh)
+        axes: dict[Axis | None, tuple[str, ...]] = {x: sizes.split(name) for x, name in self.find_axes(sizes).items()}
+        chosen = {*axes.get(self.sp, ()), *(axes[self.ep] if self.sends else ())} - {*axes.get(self.tp, ())}
+        if not chosen or sizes.state is not None:
+            return mesh
+        return lay_state(mesh, [axis for axis in sizes.names if axis in chosen.union(sizes.shard_axes)])
 
     def find_data(self, mesh: Any) -> tuple[str, ...] | None:
         """The axes along which ranks take different examples; None for what the names of axes say."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.base.errors import FzeroError
-from fzero.base.mesh import VirtualMesh, mesh_shape
+from fzero.base.mesh import VirtualMesh, devices_of, mesh_shape
 from fzero.files import load
 from fzero.layout.layout import Layout
 from fzero.ranks.agreement import meet
@@ -120,14 +120,14 @@ def live(mesh: Any) -> Live:
         FzeroError: for a mesh without devices, without named axes or without a shard axis, or when another rank of the
             mesh does not come.
     """
-    shape = mesh_shape(mesh, has_devices=True)
+    shape, devices = mesh_shape(mesh, has_devices=True), devices_of(mesh)
     shape.shard_axis  # noqa: B018  refused before any process group is made
-    groups = tuple(mesh.get_group(axis) for axis in shape.names)
-    key = shape, groups, mesh.device_type, tuple(mesh.mesh.flatten().tolist())
+    groups = tuple(devices.get_group(axis) for axis in shape.names)
+    key = mesh_shape(devices), groups, devices.device_type, tuple(devices.mesh.flatten().tolist())
     if key not in _lives:
         _purge_lives()
         _lives[key] = Live(*key)
-    return _lives[key]
+    return _lives[key].lay_state(shape.state)
 
 
 def find_ranks(mesh: Any, state: Sequence[str] | None = None) -> Ranks:

@@ -72,7 +72,7 @@ class Ranks(MovePerformer, ABC):
 
     def follow(self, on: MovePerformer) -> Self:
         """The same ranks, with state where `on` has it. These, where `on` is not of the same ranks."""
-        return next((each for each in self._laid.values() if each is on), self)
+        return self._laid[on.mesh] if on in self._laid.values() else self
 
     def row(self, rank: int, axis: str) -> list[int]:
         """The global ranks in line with global rank `rank` along an axis."""

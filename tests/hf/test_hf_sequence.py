@@ -98,6 +98,20 @@ def test_loss_logits_and_gradients_are_those_of_one_device(case: str) -> None:
     assert_alike(model, {**batch, "use_cache": False}, loss, logits, grads)
 
 
+def test_ranks_along_a_sequence_hold_slices_and_no_copies() -> None:
+    """Without `state`, as with a mesh whose state was laid; `state=` says otherwise, and changes no result."""
+    model, mesh, found = make("llama"), VirtualMesh(fsdp=2, tp=2, sp=2), []
+    for state in (None, ("fsdp",), ("sp",), mesh.names):
+        params, apply = fzero.hf.parallel(model, mesh, sp="sp", **({"state": state} if state else {}))
+        axes = {leaf.form.layout.shard_axis for leaf in tree.leaves(params)}
+        assert axes == ({"+".join(state or ("fsdp", "sp"))} if state != mesh.names else {"fsdp+tp+sp", "fsdp+sp"})
+        step = fzero.simulate(make_step(apply, use_cache=False), mesh, data=("fsdp",))
+        found.append(fzero.unpartition(step(params, {**make_batch(), "position_ids": PACKED})))
+    torch.testing.assert_close(found[1:], found[:1] * 3)
+    laid, _ = fzero.hf.parallel(model, mesh.lay_state(("sp",)), sp="sp")
+    assert {leaf.form.layout.shard_axis for leaf in tree.leaves(laid)} == {"sp"}
+
+
 def test_ranks_that_share_layers_have_their_own_places_between_them() -> None:
     """The sequence parallelism of Megatron: each layer gathers and scatters twice, forward and backward, and gathers
     twice more. The embedding scatters, the head gathers, and its logits go to the ranks of their places."""

@@ -57,6 +57,7 @@ def test_a_model_trains_is_saved_and_resumed_as_in_transformers(tmp_path: Path) 
     mesh = VirtualMesh(fsdp=1, tp=2, sp=2)
     ours = train(fzero.hf.Trainer, tmp_path / "ours", mesh=mesh, tp="tp", sp="sp")
     assert_equal(ours, theirs)
+    assert {leaf.form.layout.shard_axis for leaf in tree.leaves(ours.sharded.params)} == {"fsdp+sp"}
     ours.save_model(str(tmp_path / "model"))
     read = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     for (name, x), (_, y) in zip(read.named_parameters(), theirs.model.named_parameters(), strict=True):
