@@ -71,8 +71,9 @@ class Wish(NamedTuple):
         if self.tp is not None and of_tokens & {*mesh.split(axes[self.tp])}:
             problem = f"is given, and ranks along tp={self.tp!r} have the same tokens"
             raise FzeroError(f"capacity={self.capacity!r}", problem, "give ep another axis, or leave capacity out")
-        for axis in axes.values():
-            if set(mesh.shard_axes) <= set(mesh.split(axis)):
+        for given, axis in axes.items():
+            is_cut = mesh.state is None or given != self.sp  # parts of a sequence are no parts of leaves
+            if is_cut and set(mesh.shard_axes) <= set(mesh.split(axis)):
                 way_out = 'give the mesh an axis "fsdp" besides, of one rank if need be'
                 raise FzeroError(repr(axis), f"is an axis over which {mesh} cuts all state", way_out)
         return axes
