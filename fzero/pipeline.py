@@ -372,10 +372,13 @@ def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:
 
 def _refuse_mesh(leaf: Sharded, on: Ranks) -> FzeroError:
     theirs, ours = ([x.mesh, "every rank" if x.rank is None else f"rank {x.rank}"] for x in (leaf.on, on))
+    way_out = "partition the tree on the step's mesh"
+    if on.follow(leaf.on) is leaf.on:
+        way_out = f"give partition state={on.mesh.shard_axes} for it too, or like= the leaves that lie so"
     return FzeroError(
         leaf.path,
         "was partitioned on another mesh of the same shape"
         if theirs == ours
         else f"was partitioned on {theirs[0]} as {theirs[1]}, the step runs on {ours[0]} as {ours[1]}",
-        "partition the tree on the step's mesh",
+        way_out,
     )

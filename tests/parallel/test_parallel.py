@@ -78,13 +78,19 @@ def test_a_vocabulary_that_ranks_do_not_divide() -> None:
 
     right = fzero.value_and_grad(plainly)(params, tokens, labels)
     torch.testing.assert_close(fzero.value_and_grad(in_parts)(params, tokens, labels), right)
-    for mesh in (VirtualMesh(fsdp=1, tp=4), VirtualMesh(replica=1, fsdp=2, tp=5)):
+    grids = (
+        VirtualMesh(fsdp=1, tp=4),
+        VirtualMesh(replica=1, fsdp=2, tp=5),
+        VirtualMesh(fsdp=1, tp=4).lay_state(("tp",)),
+    )
+    for mesh in grids:
         run = fzero.simulate(fzero.value_and_grad(in_parts), mesh, data=mesh.names[:-1])
         held, given = fzero.partition(params, mesh), (tokens, tokens.flip(0)) if mesh.size("fsdp") == 2 else None
         batch = (tokens, labels) if given is None else (torch.cat(given), torch.cat([labels, labels.flip(0)]))
         found = fzero.unpartition(run(held, *batch))
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-14)
         assert (found[1]["w"][5:] != 0).any() and found[1]["w"].shape == (7, 3)
+        assert held["w"].form.layout.world == (4 if mesh is grids[2] else mesh.size("fsdp"))  # also of its gradient
     wrong = fzero.simulate(in_parts, VirtualMesh(fsdp=1, tp=4), data=("fsdp",))
     held = fzero.partition(params, VirtualMesh(fsdp=1, tp=4))
     for number in (7, -1):
