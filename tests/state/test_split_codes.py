@@ -53,6 +53,8 @@ TRIES: list[tuple[str, VirtualMesh, Any]] = [
     ("int8", GRID, {}),
     ("nf4", VirtualMesh(replica=2, fsdp=1, tp=2), {}),
     ("nf4-dq", VirtualMesh(fsdp=2, tp=4), {}),
+    ("int8", GRID.lay_state(GRID.names), {}),
+    ("nf4-dq", VirtualMesh(fsdp=2, sp=2, tp=2).lay_state(("sp", "tp")), {"chunk": 1024}),
     ("nf4-dq", GRID, {"chunk": 256, "to": fzero.host()}),
 ]
 
@@ -74,12 +76,13 @@ def same(got: Any, expected: Any) -> None:
     assert all(map(torch.equal, found, tree.leaves(expected))) and len(found) == len(tree.leaves(expected))
 
 
+@pytest.mark.parametrize("state", [None, GRID.names])
 @pytest.mark.parametrize("name", CODINGS)
-def test_codes_of_parts_are_those_of_the_whole_wherever_they_come_from(name: str, tmp_path: Path) -> None:
+def test_codes_of_parts_are_those_of_the_whole_wherever_they_come_from(name: str, state: Any, tmp_path: Path) -> None:
     whole, file, folder = quantize(CODINGS[name]), str(tmp_path / "a.safetensors"), str(tmp_path / "saved")
-    held = fzero.partition(whole, GRID, split=RULES)
+    held = fzero.partition(whole, GRID, split=RULES, state=state)
     same(held, whole)
-    exact = fzero.partition({**TRAINED, **CODED}, GRID, split=RULES)
+    exact = fzero.partition({**TRAINED, **CODED}, GRID, split=RULES, state=state)
     made = fzero.quantize(exact, where="^up|down", **CODINGS[name])
     same(made, {**whole, "gate_up": CODED["gate_up"]})
     assert [made[key].codes.form.layout.splits for key in SHAPES if key != "gate_up"] == [2, 2]
