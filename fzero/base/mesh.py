@@ -236,10 +236,14 @@ def read_mesh(where: str, text: str) -> VirtualMesh:
 
 
 class LaidMesh(NamedTuple):
-    """A torch `DeviceMesh` with state along other axes than their names say. Functions take it for a mesh."""
+    """A torch `DeviceMesh` with state along other axes than their names say. Functions take it for a mesh, and it has
+    the attributes of one."""
 
     devices: Any
     state: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.devices, name)
 
 
 def lay_state(mesh: Any, axes: Sequence[str] | None) -> Any:

@@ -105,6 +105,8 @@ def train(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
     shared = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "ep"))
     trainer = make_trainer(fzero.hf.Trainer, folder, rows=8 // world, mesh=shared, ep="ep", capacity=None)
     trainer.train()
+    axes = {leaf.form.layout.shard_axis for leaf in tree.leaves(trainer.sharded.params)}
+    assert axes == {"fsdp", "fsdp+ep"} and trainer.mesh.size() == world  # experts, and the rest; a mesh of torch
     trainer.save_model(str(folder / "model"))
     return read_logs(trainer)
 
