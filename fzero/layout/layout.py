@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol, TypeVar
 
 from fzero.base.errors import FzeroError
@@ -108,10 +108,7 @@ class Layout:
     def positions(self) -> tuple[int, ...] | None:
         """For each rank along the shard axis of the mesh its position along that of the bucket; None where these are
         one axis."""
-        if self.shard_axis == self.mesh.shard_axis:
-            return None
-        along = VirtualMesh(**{axis: self.mesh.size(axis) for axis in self.mesh.shard_axes})
-        return tuple(along.position(number, self.shard_axis) for number in range(along.size()))
+        return None if self.shard_axis == self.mesh.shard_axis else _list_positions(self.mesh, self.shard_axis)
 
     def rank_of(self, on: HasRank[R]) -> R | int:
         """The position along the shard axis of the bucket that `on` has. None for all ranks together."""
@@ -300,6 +297,13 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+@cache
+def _list_positions(mesh: VirtualMesh, axis: str) -> tuple[int, ...]:
+    """For each rank along the shard axis of a mesh its position along some axes of that."""
+    along = VirtualMesh(**{name: mesh.size(name) for name in mesh.shard_axes})
+    return tuple(along.position(number, axis) for number in range(along.size()))
 
 
 def layer_of(bucket: str) -> str:
