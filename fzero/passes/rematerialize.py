@@ -209,8 +209,8 @@ def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[An
 
 
 def _copy_nodes(program: Program, region: Region, nodes: list[Node], turns: tuple[Turn, ...]) -> dict[Node, Node]:
-    """Node -> its copy, at the graph's insert point, in these turns. The mark of a copy lacks `region`, and regions that
-    repeat collectives alone: what came again is used soon."""
+    """Node -> its copy, at the graph's insert point, in these turns. The mark of a copy lacks `region`, and regions
+    that repeat collectives alone: what came again is used soon."""
     copies: dict[Node, Node] = {}
     for node in nodes:
         copies[node] = program.repeat(node, lambda source: copies.get(source, source))
