@@ -40,6 +40,7 @@ from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.rotation import read_sight, rotate
 from fzero.hf.sequence_models import LAYER_TYPES, MODEL_TYPES
 from fzero.hf.styles import Axis, list_names, set_attributes, take_block
+from fzero.values.regions import leave_regions
 
 NAME = "fzero_sequence"
 """The attention of this file, and its masks, in the registries of transformers."""
@@ -340,7 +341,8 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mas
     if heads % (world := axis_size(axis)):
         problem = f"has {heads} heads on this rank, and its model {world} ranks for them along {axis!r}"
         raise FzeroError(type(module).__name__, problem, "leave sp out")
-    return parallel.ulysses(attend_by_heads, axis=axis)(query, key, value).transpose(1, 2), None
+    with leave_regions(only_local=True):  # a rank keeps as many bytes of what comes as of what it sends
+        return parallel.ulysses(attend_by_heads, axis=axis)(query, key, value).transpose(1, 2), None
 
 
 def make_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **how: Any) -> Any:

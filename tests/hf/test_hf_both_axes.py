@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from parallel_layers import list_bytes
 from processes import run
 from test_hf_sequence import PACKED, PADDED, SIZES, assert_alike, make, make_batch, make_step
 from test_hf_stages import replace_norms
@@ -170,7 +170,7 @@ def test_several_axes_of_each_kind() -> None:
 
 def trace(sp: Any, rotate: bool) -> Any:
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
     mesh, batch = VirtualMesh(fsdp=1, sp=2, tp=2), make_batch(length=256)
     params, apply = fzero.hf.parallel(model, mesh, sp=sp, rotate=rotate)
     step = fzero.grad(lambda params, batch: apply(params, **batch, use_cache=False).loss)
@@ -179,15 +179,13 @@ def trace(sp: Any, rotate: bool) -> Any:
 
 @pytest.mark.parametrize("rotate", [False, True])
 def test_a_rank_keeps_its_own_places_between_layers(rotate: bool) -> None:
-    """Along tp each layer gathers and scatters as with `sp="tp"`, for the places of a rank along sp. Rotated keys are
-    computed again as without tp."""
+    """Along tp each layer gathers and scatters as with `sp="tp"`, for the places of a rank along sp. Along sp attention
+    sends what it sends without parts between layers. Rotated scores are computed again as without these."""
     alone, both = (trace(sp, rotate) for sp in ("sp", BOTH))
     assert both.memory().peak < (1 if rotate else 0.85) * alone.memory().peak
-    hidden, sent = 2 * 128 * 16 * 4, Counter[str]()
-    for entry in both.comm():
-        sent[entry.op] += entry.nbytes if entry.axis == "tp" and entry.bucket is None and entry.nbytes > 4 else 0
-    logits = 2 * 128 * 32 * 4
-    assert +sent == {
+    assert list_bytes(both, "sp") == list_bytes(alone, "sp")
+    hidden, logits = 2 * 128 * 16 * 8, 2 * 128 * 32 * 8
+    assert list_bytes(both, "tp") == {
         "all_gather": (6 * 2 + 3) * hidden, "psum_scatter": (4 * 2 + 2) * hidden, "all_to_all": logits,
     }  # fmt: skip
 
