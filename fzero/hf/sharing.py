@@ -158,7 +158,8 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
             base = find_model(model)
             replace(base, cut_sequence(base, sharing.sequence))
         alike = {} if sharing.stages is None else {sharing.stages: False}
-        replace(model, _name_shapes(model, _list_sending(rules) | alike))
+        around = None if sharing.sequence is None else sharing.sequence.around
+        replace(model, _name_shapes(model, _list_sending(rules) | alike, {} if around is None else {around: False}))
         yield
     finally:
         for module, before in replaced:
@@ -197,17 +198,18 @@ def _check_examples(model: nn.Module, axes: Mapping[Axis, bool]) -> None:
         if sends:
             problem = f"has the same examples along {name!r}, and capacity= sends each rank's own tokens"
             raise FzeroError(where, problem, f"name {name!r} in data=, or leave capacity out")
-        problem = f"has other examples on each rank along {name!r}, whose ranks share layers"
+        problem = f"has other examples on each rank along {name!r}, whose ranks share layers or rows"
         raise FzeroError(where, problem, f"leave {name!r} out of data=; for experts of such ranks give capacity=")
 
 
-def _name_shapes(model: nn.Module, axes: Mapping[Axis, bool]) -> Callable[..., Any]:
-    """The forward of a model, with the module where shapes do not fit on ranks that have parts."""
+def _name_shapes(model: nn.Module, axes: Mapping[Axis, bool], of_rows: Mapping[Axis, bool]) -> Callable[..., Any]:
+    """The forward of a model, with the module where shapes do not fit on ranks that have parts of leaves. Ranks along
+    `of_rows` have parts of rows."""
     forward = model.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _check_examples(model, axes)
+        _check_examples(model, {**axes, **of_rows})
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:

@@ -190,6 +190,16 @@ def test_a_rank_keeps_its_own_places_between_layers(rotate: bool) -> None:
     }  # fmt: skip
 
 
+def test_ranks_that_have_parts_of_rows_take_the_same() -> None:
+    mesh, batch = VirtualMesh(fsdp=1, sp=2, tp=2), make_batch()
+    for tp, sp in ((None, "sp"), ("tp", BOTH)):
+        params, apply = fzero.hf.parallel(make("llama"), mesh, tp=tp, sp=sp)
+        with pytest.raises(
+            FzeroError, match="other examples on each rank along 'sp', whose ranks share layers or rows"
+        ):
+            fzero.simulate(lambda p, b, run=apply: run(p, **b).loss, mesh, data=("fsdp", "sp"))(params, batch)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], int]] = {
     "has 6 places, for 2 ranks along 'sp' and 2 ranks along 'tp'; pad to a multiple of 4": ({"sp": BOTH}, 6),
     "for 2 chunks on each of 2 ranks along 'sp' and 2 ranks along 'tp'; pad to a multiple of 4": (
