@@ -48,8 +48,11 @@ def test_a_forecast_has_the_bytes_of_the_step(capsys: pytest.CaptureFixture[str]
     assert 0 <= found["state"] / (12 * numel / 8) - 1 < 0.02  # padding
     assert found["state"] < found["peak"] and found["fits"] and found["moved"].keys() >= {"fsdp", "tp"}
     assert found["tokens_a_second"] * found["seconds"] * 8 == pytest.approx(found["tokens"])
-    between = json.loads(plan(capsys, *given, "--mesh", "fsdp=4,tp=2", "--sequence-parallel"))
-    assert between["peak"] < found["peak"] and between["state"] == found["state"]
+    for mesh in ("fsdp=4,tp=2", "fsdp=2,sp=2,tp=2"):
+        whole, between = (
+            json.loads(plan(capsys, *given, "--mesh", mesh, *how)) for how in ([], ["--sequence-parallel"])
+        )
+        assert between["peak"] < whole["peak"] and between["state"] == whole["state"]
     alone = json.loads(plan(capsys, *given, "--mesh", "fsdp=8", "--remat"))
     assert alone["flops"] > found["flops"] and alone["moved"].keys() == {"fsdp"}
 
@@ -318,7 +321,7 @@ def test_an_axis_inside_of_a_host_is_as_fast_as_the_host() -> None:
         (("--mesh", "pp=2", "--remat", "selective"), "--remat: is selective, and a stage keeps all"),
         (("--mesh", "pp=2", "--microbatches", "2"), "--microbatches: are 2, of a batch of 1 rows"),
         (("--mesh", "sp=3"), "sp"),
-        (("--mesh", "fsdp=2", "--sequence-parallel"), '--sequence-parallel: is given, and of "tp" and "sp"'),
+        (("--mesh", "sp=2", "--sequence-parallel"), "--sequence-parallel: is given, and VirtualMesh("),
         (("--mesh", "pp=2", "--sequence-parallel"), '--sequence-parallel: is given, and the mesh has "pp"'),
         (("--mesh", "fsdp=2", "--compute", "float8"), "--compute: is float8, and no layer of transformers"),
         (("--mesh", "fsdp=2", "--axes", "tp"), "--axes: is of --sweep, and --mesh names its own axes"),

@@ -4,8 +4,9 @@
 
 Each folder's model, with a small configuration, computes loss, logits and gradients on virtual ranks and on one device:
 packed documents on two ranks, whose attention goes by heads; rows with labels of unequal number on eight ranks, whose
-queries see the keys of all; and packed documents on two ranks that also share layers. Windows and chunks of attention
-are shorter than rows. The list of types that equal one device in all is `fzero/hf/sequence_models.py`.
+queries see the keys of all; packed documents on two ranks that also share layers; and both, on two times two ranks.
+Windows and chunks of attention are shorter than rows. The types that equal one device in all four are those of
+`fzero/hf/sequence_models.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from fzero import FzeroError, VirtualMesh, tree
 
 ALLOWED = 1e-5
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * tiny_models.ROWS)
-WAYS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
-    "heads": (2, None, {"position_ids": PACKED}), "keys": (8, None, {}), "layers": (2, "sp", {"position_ids": PACKED})
-}  # fmt: skip
+WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "heads": ({"sp": 2}, {"position_ids": PACKED}),
+    "keys": ({"sp": 8}, {}),
+    "layers": ({"tp": 2}, {"position_ids": PACKED}),
+    "both": ({"sp": 2, "tp": 2}, {"position_ids": PACKED}),
+}
 
 
-def compare(folder: str, ranks: int, tp: str | None, more: dict[str, Any]) -> float:
+def compare(folder: str, axes: dict[str, int], more: dict[str, Any]) -> float:
     """The largest relative difference of loss, logits and gradients."""
     made = tiny_models.make(folder, "tp_plan")
     if made is None:
@@ -40,9 +44,9 @@ def compare(folder: str, ranks: int, tp: str | None, more: dict[str, Any]) -> fl
     batch["labels"][:, 5:7], batch["labels"][1, :3] = -100, -100
     batch |= more
     types = (*fzero.hf.sequence.MODEL_TYPES, model.config.get_text_config().model_type)
-    mesh = VirtualMesh(fsdp=1, sp=ranks)
+    mesh, tp = VirtualMesh(fsdp=1, **axes), "tp" if "tp" in axes else None
     with patch.object(fzero.hf.sequence, "MODEL_TYPES", types):
-        params, apply = fzero.hf.parallel(model, mesh, tp=tp, sp="sp")
+        params, apply = fzero.hf.parallel(model, mesh, tp=tp, sp=tuple(axes))
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:

@@ -55,7 +55,8 @@ def parallel(
     words over the ranks, where these divide them. Layers are computed again in the backward pass.
 
     With `sp` the axis of `tp`, ranks have all places in the layers that they share, and each has its own between them:
-    the residual stream, norms and the loss (the sequence parallelism of Megatron).
+    the residual stream, norms and the loss (the sequence parallelism of Megatron). With `sp=("sp", "tp")` they cut the
+    parts that ranks along the other axes have: in layers they have such a part, and attention goes around the others.
 
     With `rotate` keys and values go around the ranks along `sp`, and a rank has those of one other at a time: for rows
     so long that keys of all places do not fit, and ranks that do not divide the heads
@@ -74,11 +75,11 @@ def parallel(
             experts, or another dim that the ranks do not divide; for a weight that is tied to one with another rule;
             for `rotate` without `sp`, or where `sp` is `tp`, and for an attention that is no softmax of scores by
             places; with `sp` for a type of model, an attention or noise that was not tried on parts of a sequence, and
-            for an axis that has some axes of `tp`, or one of `ep`; with `pp` for layers that differ, that the ranks do
-            not divide, or that draw random numbers, and beside `sp` and `capacity`; for `capacity` without `ep`, or
-            where `ep` is an axis of `tp`; as `fzero.lower` and `fzero.partition`. A step raises it for examples that
-            are the same along an axis, and should not be, or the other way round; for inputs, outputs and losses of
-            which ranks cannot have parts.
+            for axes that have some of those of `tp` and not all, or one of `ep`; with `pp` for layers that differ, that
+            the ranks do not divide, or that draw random numbers, and beside `sp` and `capacity`; for `capacity` without
+            `ep`, or where `ep` is an axis of `tp`; as `fzero.lower` and `fzero.partition`. A step raises it for
+            examples that are the same along an axis, and should not be, or the other way round; for inputs, outputs and
+            losses of which ranks cannot have parts.
     """
     if "split" in how:
         raise FzeroError("split", "is given, and hf.parallel finds it from the plan", "give rules as plan=")

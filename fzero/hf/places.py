@@ -21,7 +21,7 @@ from fzero import all_gather, axis_size, remat, tree
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import find_parts
 from fzero.hf.sequence import find_sequence
-from fzero.hf.styles import noting
+from fzero.hf.styles import list_names, noting
 
 
 def find_blocks(model: Any, names: Sequence[str]) -> list[nn.Module]:
@@ -60,10 +60,10 @@ def keep_places(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         sequence = find_sequence()
-        if sequence is None or axis_size(sequence.axis) == 1:
+        if sequence is None or sequence.between is None:
             return forward(*args, **kwargs)
-        axis, length = sequence.axis, sequence.length
-        own, along = length // axis_size(axis), {axis} if isinstance(axis, str) else {*axis}
+        axis, own, along = sequence.between, sequence.own, {*list_names(sequence.between)}
+        inside = own * axis_size(axis)
 
         def gather(x: Any) -> Any:
             is_own = isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == own and along.intersection(find_parts(x))
@@ -72,7 +72,7 @@ def keep_places(forward: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             with noting() as take:
                 made = forward(*map(gather, args), **{name: gather(x) for name, x in kwargs.items()})
-                return tree.map(lambda x: take(x, axis, 1) if x.ndim == 3 and x.shape[1] == length else x, made)
+                return tree.map(lambda x: take(x, axis, 1) if x.ndim == 3 and x.shape[1] == inside else x, made)
 
         return remat(compute, policy="local")(*args, **kwargs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
@@ -26,18 +25,6 @@ class Sight(NamedTuple):
 
     window: int | None
     documents: Tensor | None  # [rows, places of this rank]
-
-
-def find_order(length: int, world: int, device: torch.device) -> Tensor:
-    """The order in which places are cut, so that ranks have equal parts of a causal triangle.
-
-    Raises:
-        FzeroError: for a length that is not cut into two chunks a rank.
-    """
-    if length % (2 * world):
-        problem = f"has {length} places, for 2 chunks on each of {world} ranks"
-        raise FzeroError("input_ids", problem, f"pad to a multiple of {2 * world}, such as by pad_to_multiple_of=")
-    return parallel.order_rows(length, world).to(device)
 
 
 def check_rotation(model: Any) -> None:

@@ -7,7 +7,9 @@ the one that the model has:
     "heads"      they divide by the ranks: `fzero.parallel.ulysses`, each rank has all places of some heads
     "keys"       they do not: each rank has its own queries, and the keys of all places
     "rotated"    each rank has its own queries, and keys go around (`fzero.hf.rotation`)
-    "layers"     the ranks share layers, in which each has all places; between them it has its own (`fzero.hf.places`)
+
+Ranks that share layers may have parts of such a part: in layers each has all of it, and between them its own part
+(`fzero.hf.places`). Attention goes around the other ranks, if there are any.
 
 Masks are those that the model makes, by functions of the places of queries and keys, for all places or for a rank's
 queries. Labels are shifted before they are cut, and the loss is a sum over ranks of sums, divided by the labels of all.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,9 +37,10 @@ from transformers.utils import ModelOutput
 from fzero import all_gather, axis_index, axis_size, parallel, psum
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import find_caches, find_parts
-from fzero.hf.rotation import find_order, read_sight, rotate
+from fzero.hf.rotation import read_sight, rotate
 from fzero.hf.sequence_models import LAYER_TYPES, MODEL_TYPES
-from fzero.hf.styles import Axis, set_attributes, take_block
+from fzero.hf.styles import Axis, list_names, set_attributes, take_block
+from fzero.values.regions import leave_regions
 
 NAME = "fzero_sequence"
 """The attention of this file, and its masks, in the registries of transformers."""
@@ -54,23 +58,39 @@ OF_PLACES = (
 )
 """The outputs of transformers that have values for each place."""
 IGNORED = -100
-Way = Literal["heads", "keys", "rotated", "layers"]
-"""How attention sees all places."""
+Way = Literal["heads", "keys", "rotated"]
+"""How attention sees places of other ranks."""
+
+
+class Parts(NamedTuple):
+    """Which ranks have parts of a sequence, and the way of attention. Ranks along `around` cut it first. Those along
+    `between` cut each part again, and have all of it in the layers that they share."""
+
+    around: Axis | None
+    between: Axis | None
+    way: Way
 
 
 class Sequence(NamedTuple):
     """What attention, its masks and the loss have to know of the whole sequence while a forward runs."""
 
-    axis: Axis
+    around: Axis | None  # as of `Parts`; None for one rank
+    between: Axis | None
     inner: str  # the attention that the model has
     way: Way
     order: Tensor | None  # [places], in which they are cut, where keys are rotated
     length: int
+    own: int  # places of this rank
     mask: Tensor | None  # [rows, places], of padding
     positions: Tensor | None  # [rows, places] of packed documents
     labels: Tensor | None  # [rows, places of this rank], which are shifted
     items: Any  # by which the loss is divided
     losses: list[Tensor]  # that were computed
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """In the order in which they cut the sequence."""
+        return tuple(axis for axis in (self.around, self.between) if axis is not None)
 
 
 _sequence: ContextVar[Sequence] = ContextVar("sequence")
@@ -121,20 +141,21 @@ def find_sequence() -> Sequence | None:
     return _sequence.get(None)
 
 
-def cut_sequence(model: Any, axis: Axis, way: Way) -> Callable[..., Any]:
+def cut_sequence(model: Any, parts: Parts) -> Callable[..., Any]:
     """The forward of a model on ranks that each compute a part of the places, with the output of all of them."""
     forward, inner = model.forward, model.config.get_text_config()._attn_implementation
     named = inspect.signature(forward)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if axis_size(axis) == 1:
+        around, between = (axis if axis and axis_size(axis) > 1 else None for axis in parts[:2])
+        if around is None and between is None:
             return forward(*args, **kwargs)
         given = named.bind(*args, **kwargs).arguments
         more = given.pop("kwargs", {})
         inputs = {**given, **more}
         inputs = {name: x for name, x in inputs.items() if x is not None}
-        sequence, inputs = _cut(model, axis, inner, way, inputs)
+        sequence, inputs = _cut(model, Parts(around, between, parts.way), inner, inputs)
         configs = {id(x): x for x in (getattr(module, "config", None) for module in model.modules()) if x is not None}
         with ExitStack() as stack:
             for config in configs.values():
@@ -143,7 +164,7 @@ def cut_sequence(model: Any, axis: Axis, way: Way) -> Callable[..., Any]:
             token = _sequence.set(sequence)
             stack.callback(_sequence.reset, token)
             output = forward(**inputs)
-        return _join(model, axis, sequence, output)
+        return _join(model, sequence, output)
 
     return run
 
@@ -163,16 +184,21 @@ class _replace_loss:
             self._model._loss_function = self._before
 
 
-def _cut(model: Any, axis: Axis, inner: str, way: Way, inputs: dict[str, Any]) -> tuple[Sequence, dict[str, Any]]:
+def _cut(model: Any, parts: Parts, inner: str, inputs: dict[str, Any]) -> tuple[Sequence, dict[str, Any]]:
     """What the forward knows of the whole sequence, and the inputs of this rank."""
     name = type(model).__name__
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None:
         raise FzeroError(f"{name}: input_ids", "is None, and it is what ranks have parts of", "give it by its name")
-    rows, length, world = tokens.shape[0], tokens.shape[1], axis_size(axis)
-    if length % world:
-        problem = f"has {length} places, for {world} ranks along {axis!r}"
-        raise FzeroError(f"{name}: input_ids", problem, f"pad to a multiple of {world}, such as by pad_to_multiple_of=")
+    (rows, length), (around, between, way) = tokens.shape[:2], parts
+    axes, is_rotated = [axis for axis in (around, between) if axis is not None], way == "rotated" and around is not None
+    outer, inner_ranks = (1 if axis is None else axis_size(axis) for axis in (around, between))
+    multiple = outer * (math.lcm(2, inner_ranks) if is_rotated else inner_ranks)
+    if length % multiple:
+        along = " and ".join(f"{axis_size(axis)} ranks along {axis!r}" for axis in axes)
+        problem = f"has {length} places, for {'2 chunks on each of ' if is_rotated else ''}{along}"
+        way_out = f"pad to a multiple of {multiple}, such as by pad_to_multiple_of="
+        raise FzeroError(f"{name}: input_ids", problem, way_out)
     asked = {name: getattr(model.config.get_text_config(), name, None) for name in REFUSED}
     for key, x in {**asked, **inputs}.items():
         wants_parts = key in REFUSED and (isinstance(x, Tensor) or x)
@@ -205,22 +231,26 @@ def _cut(model: Any, axis: Axis, inner: str, way: Way, inputs: dict[str, Any]) -
     places = torch.arange(length, device=tokens.device).unsqueeze(0) if places is None else places
     own = {key: x for key, x in {**inputs, "position_ids": places}.items() if key in CUT and key != "shift_labels"}
     inputs = {key: x for key, x in inputs.items() if key not in (*CUT, *WHOLE)}
-    order = find_order(length, world, tokens.device) if way == "rotated" else None
-    is_whole = ("input_ids", "position_ids") if way == "layers" else ()
-    inputs |= {key: x if key in is_whole else _take(x, axis, order) for key, x in own.items()}
+    order = parallel.order_rows(length, outer).to(tokens.device) if is_rotated else None
+
+    def take(x: Tensor, *axes: Axis) -> Tensor:
+        """This rank's places of a value of all places."""
+        x = x if order is None else x.index_select(1, order)
+        for axis in axes:
+            x = take_block(x, axis, 1)
+        return x
+
+    in_layers = [axis for axis in axes if axis != between]  # the embedding is one of those that ranks share
+    inputs |= {key: take(x, *(axes if key == "inputs_embeds" else in_layers)) for key, x in own.items()}
     # with a mask the model does not look for documents in a rank's positions
     ones = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
     inputs |= {} if is_packed else {"attention_mask": ones if mask is None else mask}
     packed = places.expand(rows, -1) if is_packed else None
-    labels = None if labels is None else _take(labels, axis, order)
+    labels = None if labels is None else take(labels, *axes)
     mask = None if mask is None else mask.bool()
-    sequence = Sequence(axis, inner, way, order, length, mask, packed, labels, items, [])
+    own_places = length // (outer * inner_ranks)
+    sequence = Sequence(around, between, inner, way, order, length, own_places, mask, packed, labels, items, [])
     return sequence, {**inputs, "use_cache": False}
-
-
-def _take(x: Tensor, axis: Axis, order: Tensor | None) -> Tensor:
-    """This rank's places of a value of all places, in order or in this one."""
-    return take_block(x if order is None else x.index_select(1, order), axis, 1)
 
 
 def _is_checkpointed(model: Any) -> bool:
@@ -237,7 +267,7 @@ def _compute_loss(logits: Tensor, labels: Tensor, vocab_size: int, **how: Any) -
     return loss
 
 
-def _join(model: Any, axis: Axis, sequence: Sequence, output: Any) -> Any:
+def _join(model: Any, sequence: Sequence, output: Any) -> Any:
     """An output of all places, the same on all ranks. What nobody reads is not gathered."""
     if not isinstance(output, dict):
         problem = f"is a {type(output).__name__}, whose values have no names"
@@ -245,19 +275,22 @@ def _join(model: Any, axis: Axis, sequence: Sequence, output: Any) -> Any:
     if isinstance(output, ModelOutput) and not isinstance(output, OF_PLACES):
         problem = f"is a {type(output).__name__}, whose values are not known to be those of each place"
         raise FzeroError(f"{type(model).__name__}: its output", problem, "leave sp out")
-    own, along = sequence.length // axis_size(axis), {axis} if isinstance(axis, str) else {*axis}
+    own, along = sequence.own, tuple(name for axis in sequence.axes for name in list_names(axis))
 
     def join(name: str, x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(join(name, each) for each in x)
-        if not isinstance(x, Tensor) or not along.intersection(find_parts(x)):
+        if not isinstance(x, Tensor) or not set(along).intersection(find_parts(x)):
             return x
         if any(x is loss for loss in sequence.losses):
-            return psum(x, axis)
+            return psum(x, along)
         if x.ndim < 2 or x.shape[1] != own:
             problem = f"has shape {list(x.shape)} on ranks that have {own} places each"
             raise FzeroError(f"{type(model).__name__}: output {name}", problem, "do not ask for it, or leave sp out")
-        whole = all_gather(x.movedim(1, 0).contiguous(), axis).movedim(0, 1)
+        whole = x.movedim(1, 0).contiguous()
+        for axis in reversed(sequence.axes):
+            whole = all_gather(whole, axis)
+        whole = whole.movedim(0, 1)
         return whole if sequence.order is None else whole.index_select(1, sequence.order.argsort())
 
     for name, x in list(output.items()):
@@ -281,17 +314,17 @@ class _OfHeads:
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **how: Any) -> Any:
     """The attention of a module to all places, [rows, places of this rank, heads, size], and no weights."""
     sequence = _sequence.get()
-    axis, world, heads = sequence.axis, axis_size(sequence.axis), query.shape[1]
+    axis, heads = sequence.around, query.shape[1]
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     inner = ALL_ATTENTION_FUNCTIONS.get_interface(sequence.inner, eager)
     for name, x in how.items():
         if isinstance(x, Tensor) and name not in ("s_aux", "position_ids"):
             problem = f"has the input {name!r}, of which it is not known how ranks share it"
             raise FzeroError(type(module).__name__, problem, "leave sp out")
+    if axis is None:
+        return inner(module, query, key, value, attention_mask, **how)[0], None
     if sequence.order is not None:
         return rotate(module, query, key, value, attention_mask, axis, how), None
-    if sequence.way == "layers":
-        return inner(module, query, key, value, attention_mask, **how)[0], None
     if sequence.way == "keys":
         keys, values = (all_gather(x.movedim(2, 0).contiguous(), axis).movedim(0, 2) for x in (key, value))
         return inner(module, query, keys, values, attention_mask, **how)[0], None
@@ -305,10 +338,11 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mas
             how["s_aux"] = replaced.get("sinks", how["s_aux"])
         return inner(_OfHeads(module, **replaced), q, k, v, attention_mask, **how)[0].transpose(1, 2)
 
-    if heads % world:
+    if heads % (world := axis_size(axis)):
         problem = f"has {heads} heads on this rank, and its model {world} ranks for them along {axis!r}"
         raise FzeroError(type(module).__name__, problem, "leave sp out")
-    return parallel.ulysses(attend_by_heads, axis=axis)(query, key, value).transpose(1, 2), None
+    with leave_regions(only_local=True):  # a rank keeps as many bytes of what comes as of what it sends
+        return parallel.ulysses(attend_by_heads, axis=axis)(query, key, value).transpose(1, 2), None
 
 
 def make_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **how: Any) -> Any:
@@ -319,12 +353,13 @@ def make_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **how:
         raise FzeroError("attention_mask: the model", problem, "leave sp out")
     function, length = how.pop("mask_function", masking_utils.causal_mask_function), sequence.length
     if sequence.order is not None:
-        return read_sight(function, sequence.order, sequence.axis, sequence.positions, sequence.mask)
+        assert sequence.around is not None
+        return read_sight(function, sequence.order, sequence.around, sequence.positions, sequence.mask)
     function = _widen(function, sequence.positions)
     rows, how["q_offset"] = length, 0
-    if sequence.way == "keys":
-        rows = length // axis_size(sequence.axis)
-        how |= {"q_offset": axis_index(sequence.axis, how.get("device", "cpu")) * rows, "allow_is_causal_skip": False}
+    if sequence.around is not None and sequence.way == "keys":
+        rows = length // axis_size(sequence.around)
+        how |= {"q_offset": axis_index(sequence.around, how.get("device", "cpu")) * rows, "allow_is_causal_skip": False}
     how |= {"attention_mask": sequence.mask, "mask_function": function}
     mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[sequence.inner]
     return mask(batch_size, rows, length, **how)

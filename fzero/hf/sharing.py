@@ -18,8 +18,8 @@ from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
 from fzero.hf.places import find_blocks, keep_places
 from fzero.hf.rotation import check_rotation
-from fzero.hf.sequence import Way, check_sequence, choose_way, cut_sequence
-from fzero.hf.styles import Axis, Cut, Style, find_style, send_tokens
+from fzero.hf.sequence import Parts, check_sequence, choose_way, cut_sequence
+from fzero.hf.styles import Axis, Cut, Style, find_style, list_names, send_tokens
 from fzero.hf.tensor_plans import Rule, generalize, list_rules
 from fzero.hf.vocabulary import spread_vocabulary
 from fzero.hf.wishes import Wish
@@ -27,11 +27,11 @@ from fzero.hf.wishes import Wish
 
 class Sharing(NamedTuple):
     """How ranks share the layers of a model. `split` is that of `fzero.partition`, empty where no leaf has parts.
-    `sequence` is the axis of ranks that have parts of a sequence, and how attention sees all of it."""
+    `sequence` says which ranks have parts of a sequence, and how attention sees all of it."""
 
     rules: Mapping[str, Rule]
     split: Mapping[str, tuple[Any, ...]]
-    sequence: tuple[Axis, Way] | None = None
+    sequence: Parts | None = None
     stages: Axis | None = None  # the axis of ranks that have stages of a pipeline
 
 
@@ -51,7 +51,7 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any, stages: Axis | None = 
         check_adapters(model)
     sequence = None
     if wish.sp is not None:
-        sequence = wish.sp, _choose_way(find_model(model), wish, sizes, axes)
+        sequence = _find_parts(find_model(model), wish, sizes)
     if wish.plan is not None and wish.tp is None and wish.ep is None:
         raise FzeroError("plan", "is given, and neither tp nor ep", 'name the axis, as in tp="tp"')
     if wish.tp is None and wish.ep is None and stages is None:
@@ -62,27 +62,25 @@ def find_sharing(model: nn.Module, wish: Wish, mesh: Any, stages: Axis | None = 
     rules = _agree_on_ties(model, rules)
     if wish.sends:
         rules = _send_tokens(rules, wish)
-    names = {rule.axis: (rule.axis,) if isinstance(rule.axis, str) else rule.axis for rule in rules.values()}
-    check_counts(model, rules, {axis: sizes.size(sizes.join(each)) for axis, each in names.items()})
+    check_counts(model, rules, {x.axis: sizes.size(sizes.join(list_names(x.axis))) for x in rules.values()})
     return Sharing(rules, _find_splits(find_cuts(model, rules)), sequence, stages)
 
 
-def _choose_way(model: Any, wish: Wish, mesh: VirtualMesh, axes: Mapping[Axis, str]) -> Way:
-    """How attention sees all places, for a wish with `sp`.
+def _find_parts(model: Any, wish: Wish, mesh: VirtualMesh) -> Parts:
+    """Which ranks have parts of a sequence, for a wish with `sp`.
 
     Raises:
         FzeroError: for a model that ranks cannot have parts of a sequence of, and one whose keys cannot be rotated.
     """
     assert wish.sp is not None
     check_sequence(model, wish.sp)
-    if wish.is_between and wish.rotate:
+    if wish.around is None and wish.rotate:
         problem = "is given, and in attention ranks along sp, which is tp, have all places"
-        raise FzeroError("rotate", problem, "leave it out, or give sp another axis")
+        raise FzeroError("rotate", problem, 'leave it out, or give sp an axis besides, as in sp=("sp", "tp")')
     if wish.rotate:
         check_rotation(model)
-        return "rotated"
-    shared = 1 if wish.tp is None else mesh.size(axes[wish.tp])
-    return "layers" if wish.is_between else choose_way(model, mesh.size(axes[wish.sp]), shared)
+    world, shared = (1 if axis is None else mesh.size(mesh.join(list_names(axis))) for axis in (wish.around, wish.tp))
+    return Parts(wish.around, wish.between, "rotated" if wish.rotate else choose_way(model, world, shared))
 
 
 def _send_tokens(rules: Mapping[str, Rule], wish: Wish) -> dict[str, Rule]:
@@ -153,14 +151,15 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
             rule = rules.get(name)
             if rule is not None and rule.style.effect is not None:
                 replace(module, _run_with(rule, module, module.forward))
-        if sharing.sequence is not None and sharing.sequence[1] == "layers":
+        if sharing.sequence is not None and sharing.sequence.between is not None:
             for block in find_blocks(model, [name for name, rule in rules.items() if rule.style.effect is not None]):
                 replace(block, keep_places(block.forward))
         if sharing.sequence is not None:
             base = find_model(model)
-            replace(base, cut_sequence(base, *sharing.sequence))
+            replace(base, cut_sequence(base, sharing.sequence))
         alike = {} if sharing.stages is None else {sharing.stages: False}
-        replace(model, _name_shapes(model, _list_sending(rules) | alike))
+        around = None if sharing.sequence is None else sharing.sequence.around
+        replace(model, _name_shapes(model, _list_sending(rules) | alike, {} if around is None else {around: False}))
         yield
     finally:
         for module, before in replaced:
@@ -192,24 +191,25 @@ def _list_sending(rules: Mapping[str, Rule]) -> dict[Axis, bool]:
 def _check_examples(model: nn.Module, axes: Mapping[Axis, bool]) -> None:
     """Refuse other examples along an axis than the rules are for: the result would be another one, silently."""
     for axis, sends in axes.items():
-        names, alike = {axis} if isinstance(axis, str) else {*axis}, {*find_parts(axis_index(axis))}
+        names, alike = {*list_names(axis)}, {*find_parts(axis_index(axis))}
         if axis_size(axis) == 1 or (not alike if sends else names <= alike):
             continue
         name, where = min(names & alike if sends else names - alike), type(model).__name__
         if sends:
             problem = f"has the same examples along {name!r}, and capacity= sends each rank's own tokens"
             raise FzeroError(where, problem, f"name {name!r} in data=, or leave capacity out")
-        problem = f"has other examples on each rank along {name!r}, whose ranks share layers"
+        problem = f"has other examples on each rank along {name!r}, whose ranks share layers or rows"
         raise FzeroError(where, problem, f"leave {name!r} out of data=; for experts of such ranks give capacity=")
 
 
-def _name_shapes(model: nn.Module, axes: Mapping[Axis, bool]) -> Callable[..., Any]:
-    """The forward of a model, with the module where shapes do not fit on ranks that have parts."""
+def _name_shapes(model: nn.Module, axes: Mapping[Axis, bool], of_rows: Mapping[Axis, bool]) -> Callable[..., Any]:
+    """The forward of a model, with the module where shapes do not fit on ranks that have parts of leaves. Ranks along
+    `of_rows` have parts of rows."""
     forward = model.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _check_examples(model, axes)
+        _check_examples(model, {**axes, **of_rows})
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:

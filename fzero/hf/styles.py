@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fzero import all_gather, all_to_all, axis_index, axis_size, psum, psum_scatter
+from fzero.base.mesh import JOINT
 from fzero.parallel.routing import experts
 from fzero.parallel.vocabulary import find_local
 
@@ -26,6 +27,11 @@ Cut = tuple[int, int]
 Axis = str | tuple[str, ...]
 Effect = Callable[..., Any]
 """`effect(module, axis, forward, *args, **kwargs)` returns the output on each rank."""
+
+
+def list_names(axis: Axis) -> tuple[str, ...]:
+    """The names of mesh axes, one or several, as the user gave them."""
+    return tuple(name for each in ((axis,) if isinstance(axis, str) else axis) for name in each.split(JOINT))
 
 
 class Style(NamedTuple):

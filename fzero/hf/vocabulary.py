@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fzero.base.mesh import VirtualMesh
-from fzero.hf.styles import Axis, find_style
+from fzero.hf.styles import Axis, find_style, list_names
 from fzero.hf.tensor_plans import Rule
 
 EMBEDDING, HEAD = "embedding_rowwise", "colwise_gather_output"
@@ -29,9 +29,8 @@ def spread_vocabulary(model: Any, rules: Mapping[str, Rule], stages: Axis, mesh:
     ]
     if any(name in rules and rules[name].name != style for name, _, style in found):
         return made
-    along = {
-        name for axis in (stages, *(rules[name].axis for name, *_ in found if name in rules)) for name in _list(axis)
-    }
+    axes = (stages, *(rules[name].axis for name, *_ in found if name in rules))
+    along = {name for axis in axes for name in list_names(axis)}
     axis = tuple(name for name in mesh.names if name in along)
     ranks = math.prod(map(mesh.size, axis))
     for name, module, style in found:
@@ -45,7 +44,3 @@ def _find(model: Any, method: str) -> Any:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _list(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis

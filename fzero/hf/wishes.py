@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh, lay_state, mesh_shape
-from fzero.hf.styles import Axis
+from fzero.hf.styles import Axis, list_names
 from fzero.hf.tensor_plans import TensorPlan
 
 Capacity = float | Literal["same"] | None
@@ -30,10 +30,20 @@ class Wish(NamedTuple):
         return self.ep is not None and self.capacity != "same"
 
     @property
-    def is_between(self) -> bool:
-        """Whether the ranks that share layers by `tp` have parts of a sequence between these."""
+    def between(self) -> Axis | None:
+        """The axis of ranks that share layers, in which they have each other's places, and between them their own:
+        that of `tp`, where `sp` has its names."""
         tp, _, sp = _list_names(self)
-        return sp is not None and sp == tp
+        return self.tp if tp is not None and sp is not None and {*tp} <= {*sp} else None
+
+    @property
+    def around(self) -> Axis | None:
+        """The axis of ranks that have parts of a sequence in layers too: what `sp` has besides `between`."""
+        if self.between is None:
+            return self.sp
+        tp, _, sp = _list_names(self)
+        others = tuple(name for name in sp or () if name not in (tp or ()))
+        return others[0] if len(others) == 1 else others or None
 
     def of_equal_examples(self) -> dict[str, Any]:
         """The arguments of `generate`, where ranks along all of these axes have the same examples, and all places."""
@@ -56,12 +66,12 @@ class Wish(NamedTuple):
             names = axis if isinstance(axis, tuple) else (axis,)
             if axis is not None and not (names and all(isinstance(name, str) for name in names)):
                 raise FzeroError(f"{word}={axis!r}", "is no axis", 'give a name, such as "tp", or a tuple of names')
-        axes = {axis: mesh.join((axis,) if isinstance(axis, str) else axis) for axis in self.axes}
-        others = (self.ep,) if self.is_between else (self.tp, self.ep)
+        axes = {axis: mesh.join(list_names(axis)) for axis in self.axes}
+        others = (self.tp if self.between is None else None, self.ep)
         of_layers = {name for axis in others if axis is not None for name in mesh.split(axes[axis])}
         if self.sp is not None and of_layers.intersection(mesh.split(axes[self.sp])):
             problem = f"some of its ranks share layers too: tp={self.tp!r}, ep={self.ep!r}"
-            way_out = "give sp the axes of tp, or the mesh an axis besides for parts of a sequence"
+            way_out = "give sp all axes of tp, or none, and the mesh an axis besides for parts of a sequence"
             raise FzeroError(f"sp={self.sp!r}", problem, way_out)
         if isinstance(self.capacity, (int, float)) and not 0 < self.capacity < math.inf:
             raise FzeroError(f"capacity={self.capacity!r}", "is no room for tokens", "give a number above 0, or None")
@@ -120,7 +130,7 @@ def choose_wish(given: Wish, of_model: Wish) -> Wish:
 
 def _list_names(wish: Wish) -> list[tuple[str, ...] | None]:
     """The names of mesh axes of tp, ep and sp."""
-    return [(axis,) if isinstance(axis, str) else axis for axis in wish[:3]]
+    return [None if axis is None else list_names(axis) for axis in wish[:3]]
 
 
 def check_mesh_of(wish: Wish, mesh: Any) -> None:

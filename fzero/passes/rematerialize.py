@@ -25,7 +25,8 @@ _CLONE = torch.ops.aten.clone.default
 
 def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
     """Compute the values of a `remat` region that the backward pass uses again, together, once, before their first use
-    there. Nested regions likewise, within the values that are computed again.
+    there. Nested regions likewise, within the values that are computed again. A region in one with the policy "local"
+    decides by itself.
 
     Same results, bit for bit. A region keeps, and does not compute again:
 
@@ -40,7 +41,7 @@ def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
 
     Returns `program` itself where there is no region.
     """
-    if not _find_outermost(program.graph):
+    if not _find_first(program.graph):
         return program
     program = program.take()
     recompute(program, least)
@@ -51,7 +52,7 @@ def rematerialize(program: Program, *, least: int = LEAST_BYTES) -> Program:
 def recompute(program: Program, least: int = LEAST_BYTES) -> None:
     """Do what `rematerialize` does in the program's own graph, and leave what is dead then."""
     moved, again = dict[Node, None](), set[Node]()
-    while regions := _find_outermost(program.graph):
+    while regions := _find_first(program.graph):
         writers = _find_writers(program.graph)
         for region, members in regions.items():
             kept, on_host = _find_residuals(program, region, members, writers)
@@ -60,13 +61,16 @@ def recompute(program: Program, least: int = LEAST_BYTES) -> None:
     move_to_host(program, [node for node in moved if node not in again], again, least)
 
 
-def _find_outermost(graph: fx.Graph) -> dict[Region, list[Node]]:
-    """Region -> its nodes in order, for each region that lies in no other."""
+def _find_first(graph: fx.Graph) -> dict[Region, list[Node]]:
+    """Region -> its nodes in order, for each region that lies in no other but such as keep what a rank computes by
+    itself. These come last, for what lies in them may be computed again all the same."""
     regions: dict[Region, list[Node]] = {}
     for node in graph.nodes:
-        for region in get_mark(node).regions[:1]:
+        marked = get_mark(node).regions
+        for region in sorted(marked, key=lambda region: region.is_local)[:1]:
             regions.setdefault(region, []).append(node)
-    return regions
+    others = {region: nodes for region, nodes in regions.items() if not region.is_local}
+    return others or regions
 
 
 def _find_writers(graph: fx.Graph) -> dict[Any, list[Node]]:
@@ -90,13 +94,14 @@ def _recompute(
     if users:
         with program.graph.inserting_before(min(users)):
             turns = get_mark(min(users)).turns
-            copies = _copy_nodes(program, [node for node in members if node in needed], turns)
+            copies = _copy_nodes(program, region, [node for node in members if node in needed], turns)
         for user in users:
             for node in used.intersection(user.all_input_nodes):
                 user.replace_input_with(node, copies[node])
         program.refresh(copies[node] for node in used)
     for node in members:
-        set_mark(node.meta, get_mark(node)._replace(regions=()))
+        marked = get_mark(node).regions
+        set_mark(node.meta, get_mark(node)._replace(regions=marked[: marked.index(region)]))
     return set(copies.values())
 
 
@@ -203,14 +208,14 @@ def _find_dependencies(values: Iterable[Node], lost: set[Node], writers: dict[An
     return needed
 
 
-def _copy_nodes(program: Program, nodes: list[Node], turns: tuple[Turn, ...]) -> dict[Node, Node]:
-    """Node -> its copy, at the graph's insert point, in these turns. The mark of a copy lacks the outermost region of
-    its node, and regions in it that repeat collectives alone: what came again is used soon."""
+def _copy_nodes(program: Program, region: Region, nodes: list[Node], turns: tuple[Turn, ...]) -> dict[Node, Node]:
+    """Node -> its copy, at the graph's insert point, in these turns. The mark of a copy lacks `region`, and regions
+    that repeat collectives alone: what came again is used soon."""
     copies: dict[Node, Node] = {}
     for node in nodes:
         copies[node] = program.repeat(node, lambda source: copies.get(source, source))
         copies[node].meta = {**node.meta, "val": copies[node].meta["val"], AGAIN: True}
         mark = get_mark(node)
-        inner = tuple(region for region in mark.regions[1:] if not region.is_local)
+        inner = tuple(each for each in mark.regions if each is not region and not each.is_local)
         set_mark(copies[node].meta, mark._replace(regions=inner, turns=turns))
     return copies

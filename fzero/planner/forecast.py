@@ -138,10 +138,10 @@ def _make_whole(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[st
     """Parameters, and a function of them and a batch: the loss and its gradients, of one microbatch after another."""
     axes: dict[str, Any] = {axis: axis if axis in shared else None for axis in ("tp", "ep", "sp")}
     if recipe.sequence_parallel:
-        if axes["tp"] is None or axes["sp"] is not None:
-            problem = f'is given, and of "tp" and "sp" {mesh} has {", ".join(shared) or "neither"}'
-            raise FzeroError("--sequence-parallel", problem, 'give "tp", whose ranks have parts of rows, and no "sp"')
-        axes["sp"] = axes["tp"]
+        if axes["tp"] is None:
+            problem = f'is given, and {mesh} has no "tp"'
+            raise FzeroError("--sequence-parallel", problem, 'give "tp", whose ranks have parts of rows between layers')
+        axes["sp"] = tuple(axis for axis in ("sp", "tp") if axes[axis] is not None)
     params, apply = parallel(make_model(config, recipe.remat), mesh, **axes)
 
     @precision(recipe.compute, reduce=torch.float32, output=torch.float32)

@@ -67,7 +67,7 @@ def _cut_batch(way: Way) -> Way | None:
 
 
 def _cut_rows(way: Way) -> Way | None:
-    is_cut = way.recipe.sequence_parallel or way.mesh.has("sp") or way.mesh.has(AXIS)
+    is_cut = way.recipe.sequence_parallel or way.mesh.has(AXIS)
     return way.change(sequence_parallel=True) if way.mesh.has("tp") and not is_cut else None
 
 

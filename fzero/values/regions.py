@@ -181,9 +181,10 @@ _open_regions: ContextVar[tuple[Region, ...]] = ContextVar("fzero_regions", defa
 
 
 @contextmanager
-def leave_regions() -> Iterator[None]:
-    """Nodes that are traced in this context belong to no region that is open around it, so their values are kept."""
-    token = _open_regions.set(())
+def leave_regions(*, only_local: bool = False) -> Iterator[None]:
+    """Nodes that are traced in this context belong to no region that is open around it, so their values are kept; with
+    `only_local` to none with the policy "local"."""
+    token = _open_regions.set(tuple(each for each in _open_regions.get() if only_local and not each.is_local))
     try:
         yield
     finally:

@@ -240,7 +240,7 @@ def test_attention_that_rotated_keys_do_not_have_is_refused() -> None:
     mesh, long = VirtualMesh(fsdp=1, sp=2), {"input_ids": torch.ones(2, 6, dtype=torch.int64)}
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (make("llama"), {**make_batch(), "attention_mask": PADDED}, "attention to rotated keys hides no padding"),
-        (make("llama"), long, "has 6 places, for 2 chunks on each of 2 ranks"),
+        (make("llama"), long, "has 6 places, for 2 chunks on each of 2 ranks along 'sp'; pad to a multiple of 4"),
         (make("gpt-oss"), make_batch(), "self_attn.sinks: are part of its softmax"),
     ]
     for model, batch, words in cases:

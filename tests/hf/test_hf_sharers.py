@@ -40,7 +40,7 @@ def make(**settings: Any) -> Any:
 def train(cls: Any, folder: Path, model: Any = None, resume: Any = None, **how: Any) -> Any:
     changed = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
     arguments = make_arguments(folder, **changed, eval_strategy="epoch", num_train_epochs=1)
-    rows = make_dataset(12)
+    rows = make_dataset(12, length=12)
     trainer = cls(make() if model is None else model, arguments, train_dataset=rows, eval_dataset=rows[:8], **how)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -55,7 +55,7 @@ def assert_equal(ours: Any, theirs: Any, updates: int = 3) -> None:
 def test_a_model_trains_is_saved_and_resumed_as_in_transformers(tmp_path: Path) -> None:
     theirs = train(transformers.Trainer, tmp_path / "theirs")
     mesh = VirtualMesh(fsdp=1, tp=2, sp=2)
-    ours = train(fzero.hf.Trainer, tmp_path / "ours", mesh=mesh, tp="tp", sp="sp")
+    ours = train(fzero.hf.Trainer, tmp_path / "ours", mesh=mesh, tp="tp", sp=("sp", "tp"))
     assert_equal(ours, theirs)
     assert {leaf.form.layout.shard_axis for leaf in tree.leaves(ours.sharded.params)} == {"fsdp+sp"}
     ours.save_model(str(tmp_path / "model"))

@@ -438,6 +438,14 @@ def test_collectives_along_model_axes_repeat_without_a_policy_and_with_local() -
     assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == 3
 
 
+def test_a_region_in_a_local_one_decides_by_itself() -> None:
+    alone, within = (
+        apply(on_blocks(fzero.value_and_grad(loss_of(wrap(gelu)))).trace(), rematerialize)
+        for wrap in (fzero.remat, lambda fn: fzero.remat(fzero.remat(fn), policy="local"))
+    )
+    assert names(within) == names(alone) != names(on_blocks(fzero.value_and_grad(loss_of(gelu))).trace())
+
+
 def test_a_result_that_only_the_backward_pass_needs_is_computed_again() -> None:
     def loss(p: Any, x: Tensor) -> Tensor:
         return fzero.remat(torch.tanh)(x @ p["layers"][0]["up"]).square().sum()  # its value is not asked for
