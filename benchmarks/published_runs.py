@@ -38,7 +38,7 @@ class Run(NamedTuple):
     @property
     def sequence_parallel(self) -> bool:
         """Whether ranks along "tp" have parts of rows between layers, as in all of these runs."""
-        return "tp=" in self.mesh and "sp=" not in self.mesh
+        return "tp=" in self.mesh
 
 
 def _llama(width: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ RUNS = [
     _h200(64, 46.97, 10753),
     _large("405b", "405B, 512 ranks, PP 8, 1F1B", "405b", "fsdp=64,tp=8", 4, 8192, 82.5, 100, "a", "b", "c", "f"),
     _large("405b-turns", "405B, the same interleaved", "405b", "fsdp=64,tp=8", 4, 8192, 72.7, 128, "a", "b", "c", "f"),
-    *(_long("405b", "fsdp={},sp={},tp=8", *each, "a", "b", "c", "f", "i") for each in _LENGTHS_405B),
+    *(_long("405b", "fsdp={},sp={},tp=8", *each, "a", "b", "c", "f") for each in _LENGTHS_405B),
     _llama_3("8192", "8,192 ranks, TP 8 PP 16", "fsdp=1024,tp=8", 2, 430e12),
     _llama_3("16384", "16,384 ranks, TP 8 PP 16", "fsdp=2048,tp=8", 1, 400e12),
     _llama_3("cp16", "16,384 ranks, CP 16 TP 8 PP 16", "fsdp=128,sp=16,tp=8", 1, 380e12, 131072),

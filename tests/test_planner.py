@@ -109,7 +109,7 @@ def test_stages_have_the_loss_and_gradients_of_one_device() -> None:
 
 
 def test_parts_of_a_sequence_and_stages_are_planned(capsys: pytest.CaptureFixture[str], config: str) -> None:
-    """Along both ranks share rows, and without an axis "fsdp" state lies whole. A rank of two has half of the products;
+    """Along both ranks share rows, and along "sp" they have slices of state. A rank of two has half of the products;
     of three ticks of a pipeline two are used. Parts of a sequence have no mask, so that their attention counts 33 of 64
     pairs. Behind stages a head in parts computes its logits again."""
     given = ("--config", config, "--length", "32", "--batch", "4", "--json", "--mesh")
@@ -117,7 +117,7 @@ def test_parts_of_a_sequence_and_stages_are_planned(capsys: pytest.CaptureFixtur
     products = 3 * 2 * 4 * 32 * (2 * (4 * 64 * 64 + 3 * 64 * 96) + 64 * 128)
     assert parts["tokens"] == alone["tokens"] == 4 * 32
     assert parts["flops"] == products / 2 + (alone["flops"] - products) / 2 * 33 / 64
-    assert parts["peak"] < alone["peak"] and set(parts["moved"]) == {"sp"}
+    assert parts["peak"] < alone["peak"] and set(parts["moved"]) == {"sp", "fsdp+sp"}
     stages = json.loads(plan(capsys, *given, "pp=2", "--microbatches", "2"))
     head = 4 * 2 * 4 * 31 * 64 * 128 / 2
     layers = alone["flops"] - 3 * 2 * 4 * 32 * 64 * 128

@@ -47,6 +47,11 @@ class Pretrained(NamedTuple):
     wish: Wish = Wish()
     partition: Mapping[str, Any] = MappingProxyType({})
 
+    def check_mesh(self, mesh: Any) -> None:
+        """Refuse another mesh than that of the slices; None is none."""
+        if mesh is not None and find_ranks(mesh) is not find_ranks(self.mesh):
+            raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
+
     def generate(self, *args: Any, **named: Any) -> Any:
         """What transformers' `model.generate` returns for these arguments. All ranks call `generate` together, each
         with its own prompts (`fzero.hf.Generator`).

@@ -50,7 +50,6 @@ from fzero.hf.wrapped import Wrapped
 from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
 from fzero.program.plan import check_stage
-from fzero.ranks.live import find_ranks
 from fzero.ranks.together import tell_others
 from fzero.training.meshes import EVENLY, PORT, find_local_rank, make_mesh
 from fzero.training.models import (
@@ -177,8 +176,7 @@ class Trainer(Updates):
         """Train parameters that are in slices already."""
         check_model(pretrained.model)
         check_values(pretrained.model)
-        if self.mesh is not None and find_ranks(self.mesh) is not find_ranks(pretrained.mesh):
-            raise FzeroError("mesh", "is not that of from_pretrained", "leave it out")
+        pretrained.check_mesh(self.mesh)
         buffers = partition_buffers(pretrained.model, lower_modes(pretrained.model).buffers, pretrained.mesh)
         check_sharable(self._wish, pretrained.model, buffers)
         self._sharing = find_sharing(pretrained.model, self._wish, pretrained.mesh)
