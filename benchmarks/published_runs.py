@@ -158,8 +158,6 @@ REASONS: dict[str, str] = {
     "counts the pairs below the diagonal at the rate of large matrix products, and at 131,072 and 262,144 tokens it is "
     "2.5 and 3 times as fast as the run: the figures are not reconciled. Its state is cut over the groups alone: "
     "45 GiB at 2 groups, and 90 at one.",
-    "i": 'beside "sp" a plan has no parts of rows between the layers that "tp" shares: norms, the residual stream and '
-    "logits of a rank's places are whole along it. At 65,536 tokens 23.5 of 171.7 GiB are logits.",
     "g": "the figure has model states alone. The peak of a plan has the float32 gradients of two layers on "
     "their way (1.6 GB), the gathered weights, and the gradient of the embedding besides. State and its "
     "slices of gradients alone are 1.87 GB at stage 3.",

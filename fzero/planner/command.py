@@ -150,7 +150,7 @@ def _read_axes(word: str, text: str, options: argparse.Namespace) -> tuple[Virtu
     for axis in mesh.names:
         if axis not in _AXES:
             raise FzeroError(word, f"has the axis {axis!r}", f"a plan knows {', '.join(_AXES)}")
-    if not mesh.has(SHARD_AXIS) and (len(mesh.names) > 1 or mesh.names[0] in SHARED):  # state lies whole on each rank
+    if not mesh.has(SHARD_AXIS) and (len(mesh.names) > 1 or mesh.names[0] in SHARED):  # a shard axis of one rank
         sizes = mesh.sizes | {SHARD_AXIS: 1}
         mesh = VirtualMesh(**{axis: sizes[axis] for axis in sorted(sizes, key=lambda axis: axis in SHARED)})
     hardware = HARDWARE[options.hardware]
