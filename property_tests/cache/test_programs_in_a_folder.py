@@ -59,7 +59,7 @@ def test_a_random_step_from_a_file_is_the_one_that_was_traced(step: TrainStep) -
     passes = defaults(stage=step.stage, in_place=step.donate)
     with tempfile.TemporaryDirectory() as folder, messages() as said:
         first, second = (
-            Counting(step, virtual(step.mesh), passes, lambda program: program, cache=folder) for _ in range(2)
+            Counting(step, virtual(step.mesh), passes, lambda on, program: program, cache=folder) for _ in range(2)
         )
         traced, restored = first.prepare(rows, treedef), second.prepare(rows, treedef)
     assert first.traces == 1 and (second.traces == 0 or any("is traced" in message for message in said))

@@ -52,7 +52,8 @@ def slices(layout: Layout, rank: int, position: int) -> tuple[list[Tensor], tupl
     held, count = [x[part.start : part.stop] for x, part in zip(rows, parts)], len(chosen)
     begins, runs = [layout.leaf_ranges[i].start for i in chosen], list(map(layout.run_of, chosen))
     splits, positions, axes = [layout.splits] * count, [position] * count, [layout.split_axis] * count
-    return held, ([layout.shard] * count, begins, runs, splits, axes, positions, rank)
+    where = axes, [layout.shard_axis] * count, positions, [rank] * count
+    return held, ([layout.shard] * count, begins, runs, splits, *where)
 
 
 @given(layouts())

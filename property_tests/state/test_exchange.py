@@ -24,7 +24,7 @@ def test_each_rank_is_sent_what_it_keeps_and_nothing_else(layout: Layout, data: 
     leaf, piece = draw_piece(data, layout)
     ranks = data.draw(st.permutations(range(layout.mesh.size())))
     source = data.draw(st.sampled_from(ranks))
-    messages = plan([Part(source, piece)], find_owners(layout, leaf, piece, ranks_by_position(layout.mesh, ranks)))
+    messages = plan([Part(source, piece)], find_owners(layout, leaf, piece, ranks_by_position(layout, ranks)))
     received = Counter((message.receiver, element) for message in messages for element in message.elements)
     axis = layout.mesh.shard_axis
     parts = {rank: layout.part(leaf, layout.mesh.position(number, axis)) for number, rank in enumerate(ranks)}
