@@ -61,8 +61,7 @@ class VirtualMesh:
         if axes is None:
             return self
         made, chosen = VirtualMesh(**self.sizes), self.split(self.join(axes))
-        usual = (self.names,) if len(self.names) == 1 else ((SHARD_AXIS,),)
-        made.state = None if chosen in usual else chosen
+        made.state = None if chosen == made._usual_axes else chosen
         return made
 
     @property
@@ -79,19 +78,23 @@ class VirtualMesh:
         Raises:
             FzeroError: for a mesh of several axes without these.
         """
-        if self.state is not None:
-            return JOINT.join(self.state)
-        if len(self.sizes) == 1:
-            return self.names[0]
-        if SHARD_AXIS in self.sizes:
-            return SHARD_AXIS
-        if SHARD_AXES not in zip(self.names, self.names[1:]):
+        axes = self._usual_axes if self.state is None else self.state
+        if not axes:
             problem = f"none of the axes {self.names} is the shard axis"
             way_out = (
                 'call the axis that state lies along "fsdp", or two neighbouring ones "node" and "local", in this order'
             )
             raise FzeroError("mesh", problem, way_out)
-        return JOINT.join(SHARD_AXES)
+        return JOINT.join(axes)
+
+    @property
+    def _usual_axes(self) -> tuple[str, ...]:
+        """The axes that state lies along by their names; none where names do not say it."""
+        if len(self.sizes) == 1:
+            return self.names
+        if SHARD_AXIS in self.sizes:
+            return (SHARD_AXIS,)
+        return SHARD_AXES if SHARD_AXES in zip(self.names, self.names[1:]) else ()
 
     @property
     def shard_axes(self) -> tuple[str, ...]:

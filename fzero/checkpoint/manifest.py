@@ -212,8 +212,8 @@ def _parse_places(rows: Any, grid: Grid) -> Iterator[Place]:
     for path, dtype, shape, start, shard, first, *split in rows:
         place = Place(path, NAMED_DTYPES[dtype], tuple(shape), start, shard, first)
         if split:
-            dim, parts, firsts, *axis = split
-            place = place._replace(dim=dim, parts=parts, firsts=tuple(firsts), axis="".join(axis))
+            dim, parts, firsts, axis = split if len(split) == 4 else (*split, "")
+            place = place._replace(dim=dim, parts=parts, firsts=tuple(firsts), axis=axis)
             if not firsts or dim >= len(shape) or not parts or shape[dim] % parts or (place.numel and not shard):
                 raise ValueError(f"{path} is no split leaf: {shape}, {split}")
         firsts, world = [part.first for part in place.list_parts()], grid.count(place.axis)

@@ -186,3 +186,5 @@ def test_leaves_of_one_step_lie_along_the_same_axes() -> None:
 
 def test_the_usual_axis_is_no_other_state() -> None:
     assert hold(state=("fsdp",))["norm"].on is hold(state=None)["norm"].on
+    nodes = VirtualMesh(node=2, local=2, tp=2)
+    assert nodes.lay_state(("local", "node")) == nodes != nodes.lay_state(("node",)) == nodes.lay_state(["node"])
