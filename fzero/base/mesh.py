@@ -98,7 +98,7 @@ class VirtualMesh:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """The axes that make up the shard axis, outermost first: one, or "node" and "local"."""
+        """The axes that make up the shard axis, outermost first."""
         return self.split(self.shard_axis)
 
     @property
