@@ -100,7 +100,8 @@ class Builder:
         for node in marked.graph.nodes:
             mark = get_mark(node)
             if mark.number in regions:
-                set_mark(node.meta, mark._replace(regions=(regions[mark.number],)))
+                local = (region for region in mark.regions if region.is_local)
+                set_mark(node.meta, mark._replace(regions=(*local, regions[mark.number])))
         return replace(marked, is_spare=True)
 
     def _find_regions(self, plan: Plan) -> dict[int | None, Region]:

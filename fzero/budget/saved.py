@@ -110,11 +110,12 @@ def _list_members(trace: _Trace) -> Iterator[list[Node]]:
         mark = get_mark(node)
         if node.op != "call_function" or mark.in_backward or mark.port is not None or node in trace.layer:
             continue
-        if mark.regions and not mark.regions[0].by_budget:
+        regions = [region for region in mark.regions if not region.is_local]  # these keep what a rank computes
+        if regions and not regions[0].by_budget:
             continue  # the policy of the outermost region decides
         used = [trace.layer[source] for source in node.all_input_nodes if source in trace.layer]
         layer = layer if layer in used or not used else used[0]
-        here = mark.turns, mark.regions[:1] or layer
+        here = mark.turns, regions[:1] or layer
         if members and here != where:
             yield members
             members = []

@@ -136,6 +136,19 @@ def test_ranks_that_share_layers_have_their_own_places_between_them() -> None:
     assert peaks[1] < 0.7 * peaks[0]
 
 
+def test_a_budget_computes_again_what_lies_between_gathers() -> None:
+    """In layers that ranks share what comes along the axis comes again in any case, and a budget chooses of the rest."""
+    torch.manual_seed(0)
+    model, mesh = LlamaForCausalLM(LlamaConfig(**SIZES)).double(), VirtualMesh(fsdp=1, tp=2)
+    params, apply = fzero.hf.parallel(model, mesh, tp="tp", sp="tp")
+    step, batch = make_step(apply, use_cache=False), make_batch(length=256)
+    usual = fzero.simulate(step, mesh, data=("fsdp",))
+    peak, right = usual.program(params, batch).memory().peak, fzero.unpartition(usual(params, batch))
+    small = fzero.simulate(step, mesh, data=("fsdp",), memory=int(0.75 * peak))
+    torch.testing.assert_close(fzero.unpartition(small(params, batch)), right, rtol=1e-9, atol=1e-12)
+    assert small.program(params, batch).memory().peak <= 0.75 * peak
+
+
 def test_packed_documents_are_separated_where_layers_are_computed_again() -> None:
     """transformers then makes no cache, whatever the configuration says, and so looks for documents."""
     model, mesh = make("llama").train(), VirtualMesh(fsdp=1, sp=2)
