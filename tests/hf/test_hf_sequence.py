@@ -137,7 +137,7 @@ def test_ranks_that_share_layers_have_their_own_places_between_them() -> None:
 
 
 def test_a_budget_computes_again_what_lies_between_gathers() -> None:
-    """In layers that ranks share what comes along the axis comes again in any case, and a budget chooses of the rest."""
+    """What comes along the axis comes again in any case, and a budget chooses among the rest of a layer's values."""
     torch.manual_seed(0)
     model, mesh = LlamaForCausalLM(LlamaConfig(**SIZES)).double(), VirtualMesh(fsdp=1, tp=2)
     params, apply = fzero.hf.parallel(model, mesh, tp="tp", sp="tp")
