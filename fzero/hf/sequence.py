@@ -199,15 +199,7 @@ def _cut(model: Any, parts: Parts, inner: str, inputs: dict[str, Any]) -> tuple[
         problem = f"has {length} places, for {'2 chunks on each of ' if is_rotated else ''}{along}"
         way_out = f"pad to a multiple of {multiple}, such as by pad_to_multiple_of="
         raise FzeroError(f"{name}: input_ids", problem, way_out)
-    asked = {name: getattr(model.config.get_text_config(), name, None) for name in REFUSED}
-    for key, x in {**asked, **inputs}.items():
-        wants_parts = key in REFUSED and (isinstance(x, Tensor) or x)
-        if wants_parts or (isinstance(x, Tensor) and key not in CUT + WHOLE) or key in find_caches(inputs):
-            problem = "is given, and it is not known how ranks that have parts of a sequence share it"
-            raise FzeroError(f"{name}: {key}", problem, "leave it out, or leave sp out")
-    if inputs.get("ignore_index", IGNORED) != IGNORED:
-        problem = f"is {inputs['ignore_index']}, and ranks count the labels that are not {IGNORED}"
-        raise FzeroError(f"{name}: ignore_index", problem, f"leave it out, and give {IGNORED} in labels")
+    _check_inputs(model, inputs)
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         problem = f"has {mask.ndim} dims, and it is one of [rows, places] that ranks can read"
@@ -251,6 +243,20 @@ def _cut(model: Any, parts: Parts, inner: str, inputs: dict[str, Any]) -> tuple[
     own_places = length // (outer * inner_ranks)
     sequence = Sequence(around, between, inner, way, order, length, own_places, mask, packed, labels, items, [])
     return sequence, {**inputs, "use_cache": False}
+
+
+def _check_inputs(model: Any, inputs: dict[str, Any]) -> None:
+    """Refuse inputs of which ranks cannot have parts."""
+    name = type(model).__name__
+    asked = {name: getattr(model.config.get_text_config(), name, None) for name in REFUSED}
+    for key, x in {**asked, **inputs}.items():
+        wants_parts = key in REFUSED and (isinstance(x, Tensor) or x)
+        if wants_parts or (isinstance(x, Tensor) and key not in CUT + WHOLE) or key in find_caches(inputs):
+            problem = "is given, and it is not known how ranks that have parts of a sequence share it"
+            raise FzeroError(f"{name}: {key}", problem, "leave it out, or leave sp out")
+    if inputs.get("ignore_index", IGNORED) != IGNORED:
+        problem = f"is {inputs['ignore_index']}, and ranks count the labels that are not {IGNORED}"
+        raise FzeroError(f"{name}: ignore_index", problem, f"leave it out, and give {IGNORED} in labels")
 
 
 def _is_checkpointed(model: Any) -> bool:
