@@ -4,7 +4,8 @@
     python benchmarks/hf_parallel.py --width 256
 
 A Llama of two layers in float32, AdamW, eager in both. The contenders have the same weights and batches,
-and take turns in the same processes. Seconds are medians.
+and take turns in the same processes. Seconds are medians. The floor is a plain Llama of half the heads, columns and
+vocabulary: the products and the update that each rank has to compute, and no word to the other one.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ VOCABULARY = 4096
 Step = Callable[[Tensor], Tensor]
 
 
-def make_config(width: int) -> LlamaConfig:
-    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2}
+def make_config(width: int, parts: int = 1) -> LlamaConfig:
+    """A Llama, or what one of `parts` ranks has of it."""
+    count = width // 64 // parts
+    heads = {"num_attention_heads": count, "num_key_value_heads": count, "head_dim": 64, "num_hidden_layers": 2}
+    sizes = {"vocab_size": VOCABULARY // parts, "hidden_size": width, "intermediate_size": 4 * width // parts}
     return LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
 
 
@@ -52,7 +55,17 @@ def theirs(folder: str) -> Step:
     for parameter in model.parameters():  # one list operation takes tensors of one mesh, or plain ones
         groups.setdefault(hasattr(parameter, "device_mesh"), []).append(parameter)
     optimizer = torch.optim.AdamW([{"params": each} for each in groups.values()], RATE, weight_decay=0.01, fused=True)
+    return train_eagerly(model, optimizer)
 
+
+def floor(width: int) -> Step:
+    model = LlamaForCausalLM(make_config(width, RANKS))
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.01, fused=True)
+    step = train_eagerly(model, optimizer)
+    return lambda ids: step(ids % (VOCABULARY // RANKS))
+
+
+def train_eagerly(model: Any, optimizer: torch.optim.Optimizer) -> Step:
     def step(ids: Tensor) -> Tensor:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -87,14 +100,14 @@ def ours(folder: str) -> Step:
     return step
 
 
-def run_rank(folder: str, steps: int) -> None:
+def run_rank(folder: str, width: int, steps: int) -> None:
     """One rank: seconds and losses of each contender, in turn."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
-    contenders = {"transformers": theirs(folder), "fzero": ours(folder)}
+    contenders = {"transformers": theirs(folder), "fzero": ours(folder), "floor": floor(width)}
     draws = torch.Generator().manual_seed(0)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
@@ -119,19 +132,21 @@ def main() -> None:
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder:
-        return run_rank(args.folder, args.steps)
+        return run_rank(args.folder, args.width, args.steps)
     with TemporaryDirectory() as folder:
         torch.manual_seed(0)
         LlamaForCausalLM(make_config(args.width)).save_pretrained(folder)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(RANKS), __file__, "--folder", folder, "--steps", str(args.steps)]
+        command += ["--width", str(args.width)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         found = json.loads(Path(folder, "out.json").read_text())
     medians = {name: statistics.median(each) for name, each in found["seconds"].items()}
-    apart = max(abs(a - b) for a, b in zip(*found["losses"].values()))
+    apart = max(abs(a - b) for a, b in zip(found["losses"]["transformers"], found["losses"]["fzero"]))
     for name, each in medians.items():
         print(f"{name:<13} {each:7.3f} s a step, last loss {found['losses'][name][-1]:.6f}")
     print(f"fzero takes {medians['fzero'] / medians['transformers']:.2f} of the time; losses differ by {apart:.1e}")
+    print(f"the floor, which exchanges nothing, takes {medians['floor'] / medians['transformers']:.2f} of the time")
     flags.write(args.json, {**found, "medians": medians, "ranks": RANKS, "width": args.width} | machine())
 
 
