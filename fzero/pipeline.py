@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
+from fzero.base.executed_code import leave_out_code
 from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
 from fzero.base.sizes import format_size
@@ -121,8 +123,9 @@ class Pipeline(Generic[T]):
                     return find_plan(traced, self.passes).program
                 if traced.plan and traced.plan.mesh:
                     return follow_plan(traced, traced.plan)  # as a search does: its nodes have the same names
-                resolved = resolve(replace(rolled, is_spare=True))
-                return run_passes(replace(resolved, is_spare=True), list_passes_of(self.passes))
+                with leave_out_code() if isinstance(self.passes, Plan) else nullcontext():  # code of fzero alone
+                    resolved = resolve(replace(rolled, is_spare=True))
+                    return run_passes(replace(resolved, is_spare=True), list_passes_of(self.passes))
 
     def _trace(
         self, args: tuple[Any, ...], symbols: Symbols | None = None, shapes: Mapping[int, OpenForm] | None = None

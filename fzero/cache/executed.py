@@ -6,13 +6,13 @@ change, such as a registry of attention functions.
 
 from __future__ import annotations
 
-import cProfile
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
+from fzero.base.executed_code import record_code
 from fzero.cache.code import find_owner
 from fzero.cache.describe import Description
 from fzero.cache.rules import Undescribed
@@ -74,18 +74,14 @@ def _iter_modules() -> Iterator[tuple[str, ModuleType]]:
 
 @contextmanager
 def record_calls() -> Iterator[Executed]:
-    """Record the functions of Python that run in a block, by Python's profiler: a trace takes twice its time.
+    """Record the functions of Python that run in a block, by Python's profiler.
 
     Raises:
         Undescribed: where another profiler runs.
     """
-    executed, profiler = Executed(), cProfile.Profile(builtins=False, subcalls=False)
-    try:
-        profiler.enable()
-    except ValueError as error:
-        raise Undescribed("the step", "is traced under a profiler") from error
-    try:
+    executed = Executed()
+    with record_code() as codes:
+        if codes is None:
+            raise Undescribed("the step", "is traced under a profiler")
         yield executed
-    finally:
-        profiler.disable()
-        executed.codes += [entry.code for entry in profiler.getstats() if isinstance(entry.code, CodeType)]
+    executed.codes += codes

@@ -6,7 +6,6 @@ while the first layer runs.
 
 from __future__ import annotations
 
-import cProfile
 import dis
 import functools
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.base.executed_code import record_code
 from fzero.base.installed import find_package, is_installed
 from fzero.base.reachable import is_of_library
 from fzero.base.torch_private import unwrap
@@ -190,20 +190,10 @@ class ReadGlobals:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Record the code that runs in this context. Nothing is known where another profiler runs."""
-        profiler = None if sys.getprofile() is not None else cProfile.Profile(builtins=False, subcalls=False)
-        try:
-            if profiler is not None:
-                profiler.enable()
-        except ValueError:  # so since Python 3.12
-            profiler = None
-        try:
+        with record_code() as codes:
             yield
-        finally:
-            if profiler is not None:
-                profiler.disable()
-        if profiler is not None:
+        if codes is not None:
             modules = _list_modules()
-            codes = [x.code for x in profiler.getstats() if isinstance(x.code, CodeType)]
             self._is_recorded = all(self._take(code, modules) for code in codes)
 
     def _take(self, code: CodeType, modules: dict[str, list[ModuleType]]) -> bool:

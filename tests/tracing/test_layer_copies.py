@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from traces import describe_trace
 
 import fzero
+from fzero.base.executed_code import record_code
 from fzero.tracing import layers
 from fzero.tracing.trace import _Trace, trace
 
@@ -86,6 +87,12 @@ def both(
     assert describe_trace(with_copies) == describe_trace(without)
     assert str(with_copies) == str(without)
     return copied
+
+
+def test_layers_are_copied_while_a_folder_of_programs_records_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    with record_code() as codes:
+        assert both(monkeypatch) == LAYERS - 2
+    assert codes is not None and Block.forward.__code__ in codes
 
 
 def by_index(self: Any, x: Tensor) -> Tensor:
