@@ -121,6 +121,7 @@ def run_rank(folder: str, width: int, steps: int) -> None:
                 seconds[name].append(time.perf_counter() - begin)
     if dist.get_rank() == 0:
         Path(folder, "out.json").write_text(json.dumps({"seconds": seconds, "losses": losses}))
+    dist.barrier()  # gloo aborts ranks whose peers leave early
     dist.destroy_process_group()
 
 

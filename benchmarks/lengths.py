@@ -110,6 +110,7 @@ def run_rank(given: dict[str, Any], out: Path) -> None:
         found[name] = {"seconds": seconds, "losses": (mean / world).tolist()}
     if rank == 0:
         out.write_text(json.dumps(found))
+    dist.barrier()  # gloo aborts ranks whose peers leave early
     dist.destroy_process_group()
 
 

@@ -167,6 +167,7 @@ def run_rank(fsdp: int, steps: int, only: str, out: Path) -> None:
         medians = {name: statistics.median(each) for name, each in seconds.items()}
         last = {name: each[-1] for name, each in losses.items()}
         out.write_text(json.dumps({"seconds": medians, "MiB": (peak - before) / 1024, "loss": last}))
+    dist.barrier()  # gloo aborts ranks whose peers leave early
     dist.destroy_process_group()
 
 

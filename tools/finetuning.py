@@ -258,6 +258,7 @@ def run_rank(names: list[str], out: Path) -> None:
             shutil.rmtree(folder)
             with out.open("a") as file:
                 print(json.dumps({name: found}), file=file)
+    dist.barrier()  # gloo aborts ranks whose peers leave early
     dist.destroy_process_group()
 
 

@@ -97,6 +97,7 @@ def run_rank(folders: list[str], fsdp: int, out: Path) -> None:
             found[name] = [apart, ((theirs - ours).abs().max() / theirs.abs().max()).item(), losses[0], losses[-1]]
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
+    dist.barrier()  # gloo aborts ranks whose peers leave early
     dist.destroy_process_group()
 
 
