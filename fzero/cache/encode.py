@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from fzero.base.torch_private_traces import is_plain, make_as, make_empty
 from fzero.cache.rules import Undescribed
 from fzero.cache.values import Reader, Writer
 from fzero.program.operation import AGAIN, EMITTED_BY
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
-from fzero.program.records import is_call
+from fzero.program.records import body_of, is_call
 from fzero.program.signature import Result
 
 LARGEST = 4096
@@ -131,12 +132,23 @@ class ProgramWriter:
     def _write_constant(self, name: str, x: Tensor, program: Program) -> Any:
         if id(x) in self._numbers:
             return self._numbers[id(x)]
-        users = [user for node in program.graph.find_nodes(op="get_attr") if node.target == name for user in node.users]
-        is_made = all(is_call(user, *_LIFTS) for user in users) and x.untyped_storage().resizable()
+        made = [node for node in program.graph.find_nodes(op="get_attr") if node.target == name]
+        is_made = (
+            all(is_call(user, *_LIFTS) for node in made for user in _iter_users(node))
+            and x.untyped_storage().resizable()
+        )
         is_small = type(x) is Tensor and x.numel() <= LARGEST and x.is_contiguous() and x.device.type == "cpu"
         if not (is_made and is_small) or x.requires_grad:
             raise Undescribed("the step", f"captures a tensor {list(x.shape)} that it reaches by hidden ways")
         return [self.values.write(x.dtype), list(x.shape), base64.b64encode(read_bytes(x)).decode()]
+
+
+def _iter_users(node: fx.Node) -> Iterator[fx.Node]:
+    """What takes the value of a node, also in turns of loops that are given it."""
+    for user in node.users:
+        held = [] if body_of(user) is None else zip(Loop(*user.args).operands, Loop(*user.args).body.placeholders)
+        inside = [placeholder for operand, placeholder in held if operand is node]
+        yield from [each for placeholder in inside for each in _iter_users(placeholder)] or [user]
 
 
 _LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)

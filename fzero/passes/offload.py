@@ -67,8 +67,7 @@ def _place_bodies(program: Program) -> None:
         if body_of(node) is None:
             continue
         given = Loop(*node.args)
-        operands = (*given.carry, *given.xs, *given.lists, *given.constants)
-        places = [_find_common_place(x, away) for x in operands]
+        places = [_find_common_place(x, away) for x in given.operands]
         if any(places):
             body, count = given.body, len(given.carry)
             arguments = tuple(replace(x, place=place) for x, place in zip(body.arguments, places))

@@ -288,7 +288,7 @@ def find_difference(a: Program, b: Program) -> str | None:
     for name in ("arguments", "out_tree", "layouts", "mesh", "pass_state", "noted", "remarks", "plan"):
         if getattr(a, name) != getattr(b, name):
             return f"{name}: {getattr(a, name)} and {getattr(b, name)}"
-    if repr(a.results) != repr(b.results):
+    if _describe_results(a) != _describe_results(b):
         return "results"
     constants = (a.constants.keys() ^ b.constants.keys()) or [
         name for name, x in a.constants.items() if x is not b.constants[name] and not torch.equal(x, b.constants[name])
@@ -304,6 +304,11 @@ def find_difference(a: Program, b: Program) -> str | None:
     return None if len(ours) == len(theirs) else f"{len(ours)} and {len(theirs)} nodes"
 
 
+def _describe_results(program: Program) -> list[Any]:
+    """The results of a program. A constant may be anything, such as nan, which does not equal itself."""
+    return [(replace(result, constant=None), repr(result.constant)) for result in program.results]
+
+
 def _number_memory(program: Program) -> defaultdict[int, int]:
     """The key of memory -> a number, in the order in which they are asked for. Memory of batches has the number -1:
     whether batches are parts of one tensor is no part of a program."""
@@ -314,12 +319,12 @@ def _number_memory(program: Program) -> defaultdict[int, int]:
 
 def _describe_node(node: Node, memory: defaultdict[int, int]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: f"%{x.name}")
-    body = body_of(node)
+    body, inside = body_of(node), None
     if body is not None:
-        inside = [_describe_node(each, memory) for each in body.graph.nodes]
-        args = (inside, body.arguments, repr(body.results), *args[1:])
+        inside = [_describe_node(x, memory) for x in body.graph.nodes], body.arguments, _describe_results(body)
+        args = args[1:]
     target = node.target if isinstance(node.target, str) else id(node.target)
-    return node.name, node.op, target, repr(args), repr(kwargs), _describe_value(node.meta.get("val"), memory)
+    return node.name, node.op, target, inside, repr(args), repr(kwargs), _describe_value(node.meta.get("val"), memory)
 
 
 def _describe_value(value: Any, memory: defaultdict[int, int]) -> Any:

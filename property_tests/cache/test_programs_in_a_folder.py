@@ -7,8 +7,11 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from programs import Case
 
@@ -22,6 +25,7 @@ from fzero.ranks.virtual import virtual
 from fzero.testing.steps import TrainStep
 from fzero.testing.strategies import train_steps
 from property_tests.laws import everything, slow
+from property_tests.random_axes.judge import draw_case, run_on_ranks
 from property_tests.running import assert_equal
 
 
@@ -67,3 +71,21 @@ def test_a_random_step_from_a_file_is_the_one_that_was_traced(step: TrainStep) -
     assert restored.lines() == traced.lines() and str(restored) == str(traced)
     case = Case(step, step.mesh, args)
     assert_equal(case.run(restored), case.run(traced), None)
+
+
+@pytest.mark.parametrize("seed", [0, 6, 8, 12, 14, 20, 159])
+def test_a_random_model_on_axes_from_files_is_the_one_that_was_traced(seed: int, tmp_path: Path) -> None:
+    made: list[Counting] = []
+
+    def simulate(fn: Any, mesh: Any, **how: Any) -> Any:
+        simulated = fzero.simulate(fn, mesh, **how)
+        plain = simulated._pipeline
+        given = fn, virtual(mesh), plain.passes, plain.finish
+        made.append(Counting(*given, cache=tmp_path, model_axes=plain._model_axes))
+        simulated._pipeline = made[-1]
+        return simulated
+
+    case = draw_case(seed)
+    traced, restored = run_on_ranks(case, simulate), run_on_ranks(case, simulate)
+    assert [x.traces for x in made] == [1, 0]
+    torch.testing.assert_close(restored, traced, rtol=0, atol=0)

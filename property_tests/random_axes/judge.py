@@ -147,17 +147,17 @@ def _derive(case: Case) -> Callable[..., Any]:
     return by_kind[case.kind]
 
 
-def run_on_ranks(case: Case) -> Any:
+def run_on_ranks(case: Case, simulate: Callable[..., Any] = fzero.simulate) -> Any:
     options = dict(case.options)
     to = options.pop("to", None)
     held = fzero.partition(case.params, case.mesh, split=case.splits, state=case.state, to=to)
     names = case.axes if isinstance(case.axes, tuple) else (case.axes,)
     data = tuple(axis for axis in case.mesh.names if axis not in names)
     if case.kind != "train":
-        step = fzero.simulate(lambda *given: _derive(case)(*given), case.mesh, data=data, **options)
+        step = simulate(lambda *given: _derive(case)(*given), case.mesh, data=data, **options)
         return fzero.unpartition(step(held, case.x))
     step, state = (
-        fzero.simulate(_train(case), case.mesh, data=data, **options),
+        simulate(_train(case), case.mesh, data=data, **options),
         _choose_optimizer(case).init(held, to=to),
     )
     for x in case.batches:

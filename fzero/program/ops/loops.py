@@ -87,6 +87,11 @@ class Loop(NamedTuple):
     is_early: bool = False
     loss: TiledLoss | None = None
 
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What the placeholders of the body stand for, in their order."""
+        return (*self.carry, *self.xs, *self.lists, *self.constants)
+
     def rows(self) -> Sequence[int]:
         """The row that each turn takes, in order."""
         return range(self.length)[:: -1 if self.is_reversed else 1]
