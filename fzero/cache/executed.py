@@ -7,7 +7,7 @@ change, such as a registry of attention functions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
@@ -20,6 +20,10 @@ from fzero.cache.rules import Undescribed
 _MODULES = frozenset({"modules", "import_module", "__import__"})
 _BY_NAME = _MODULES | {"getattr", "vars", "globals", "eval", "exec", "__dict__", "attrgetter"}
 """Names in code that reads what no name in it says."""
+
+
+MOST_SHOWN = 20
+"""How many globals of a module a message names."""
 
 
 class Executed:
@@ -51,19 +55,25 @@ class Executed:
         held = (x.__name__ for x in self.before[module].values() if isinstance(x, ModuleType))
         return [name for name in (module, *held) if name in self.before and find_owner(name) == "user"]
 
-    def hash(self, names: Mapping[str, Iterable[str]]) -> str:
+    def hash(self, names: Mapping[str, Sequence[str]]) -> dict[str, str]:
         """`hash_globals` of these names as they were bound before the block."""
         return _hash(names, self.before)
 
 
-def hash_globals(names: Mapping[str, Iterable[str]]) -> str:
-    """A hash of these globals of modules as they are now."""
+def hash_globals(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What these globals of modules are, in words -> a hash of them as they are now: those of a module of the user, or
+    those of an installed package."""
     return _hash(names, {name: vars(module) for name, module in _iter_modules()})
 
 
-def _hash(names: Mapping[str, Iterable[str]], known: Mapping[str, Mapping[str, Any]]) -> str:
-    roots = [(f"{module}.{key}", known.get(module, {}).get(key)) for module, keys in names.items() for key in keys]
-    return Description(roots, is_exact=False).digest
+def _hash(names: Mapping[str, Sequence[str]], known: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    roots: dict[str, list[tuple[str, Any]]] = {}
+    for module, keys in names.items():
+        package = f"the globals of {module.partition('.')[0]}"
+        shown = f"{', '.join(keys[:MOST_SHOWN])}{', ...' if len(keys) > MOST_SHOWN else ''} of the module {module}"
+        of = roots.setdefault(shown if find_owner(module) == "user" else package, [])
+        of += [(f"{module}.{key}", known.get(module, {}).get(key)) for key in keys]
+    return {of: Description(each, is_exact=False).digest for of, each in roots.items()}
 
 
 def _iter_modules() -> Iterator[tuple[str, ModuleType]]:

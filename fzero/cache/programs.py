@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +29,7 @@ from fzero.cache.files import stamp, stamp_files
 from fzero.cache.patches import list_patches
 from fzero.cache.rules import Undescribed
 from fzero.cache.store import ProgramStore
-from fzero.cache.surroundings import Reads, has_variables, list_hooks, list_own_files, list_settings, record_reads
+from fzero.cache.surroundings import Reads, list_hooks, list_own_files, list_settings, record_reads
 from fzero.cache.templates import read_sizes, read_template, write_general
 from fzero.cache.values import Reader
 from fzero.general.programs import Finish, General, find_limit
@@ -143,18 +145,17 @@ class CallFiles:
         return ProgramWriter(self._call.on.device, self._call.leaves, numbers)
 
     def _find_change(self, data: Any) -> str | None:
-        """What the trace read as it ran and is another now."""
-        if not has_variables(data["variables"]):
-            return "a variable of the environment"
-        if any(stamp(file) != was for file, was in data["modules"].values()):
-            return "a module that it imported"
-        if hash_globals(data["globals"]) != data["values"]:
-            return "a global that its code names"
-        if any(hash_elements(self._tensors[number]) != was for number, was in data["elements"]):
-            return "elements of a captured tensor"
-        if any(_hash_operation(name) != was for name, was in data["foreign"].items()):
-            return "an operation from outside of fzero"
-        return None
+        """What the trace read as it ran and is another now: the first of such."""
+        now = hash_globals(data["globals"])
+        shapes = [list(x.shape) for x in self._tensors]
+        changed = chain(
+            (f"the variable {name}" for name, was in data["variables"].items() if os.environ.get(name) != was),
+            (f"the module {name}" for name, (file, was) in data["modules"].items() if stamp(file) != was),
+            (f"one of {of}" for of, was in data["values"].items() if now.get(of) != was),
+            (f"a captured tensor {shapes[i]}" for i, was in data["elements"] if hash_elements(self._tensors[i]) != was),
+            (f"the operation {name}" for name, was in data["foreign"].items() if _hash_operation(name) != was),
+        )
+        return next(changed, None)
 
     def trace(self, make: Callable[[], Program]) -> Program:
         """The program that `make` traces. It is written to the file, where that can be."""

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,8 +147,3 @@ def record_reads() -> Iterator[Reads]:
 def list_own_files() -> dict[str, str]:
     """`list_files` of the modules that no trace imported."""
     return {name: file for name, file in list_files().items() if name not in _imported}
-
-
-def has_variables(variables: Mapping[str, str | None]) -> bool:
-    """Whether variables of the environment have these values now."""
-    return all(os.environ.get(name) == value for name, value in variables.items())

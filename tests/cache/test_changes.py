@@ -6,6 +6,7 @@ import argparse
 import enum
 import functools
 import importlib.util
+import operator
 import os
 import sys
 import types
@@ -189,6 +190,10 @@ def by_a_name(x: Tensor) -> Tensor:
     return x * getattr(sys.modules[__name__], "RA" + "TE")
 
 
+def by_a_hidden_way(x: Tensor) -> Tensor:
+    return operator.methodcaller("by_a" + "_global", x)(HERE)  # type: ignore[no-any-return]
+
+
 def by_another_module(x: Tensor) -> Tensor:
     import tests_helper  # type: ignore[import-not-found]
 
@@ -225,6 +230,9 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[pytest.MonkeyPatc
     ),
     "variable of the environment": (by_a_variable, lambda patch: patch.setenv("FZERO_TEST_RATE", "2.0")),
     "global by a computed name": (by_a_name, lambda patch: patch.setattr(HERE, "RATE", 0.75)),
+    "global of a function that is reached by hidden ways": (
+        by_a_hidden_way, lambda patch: patch.setattr(HERE, "RATE", 0.75)
+    ),
     "setting of torch": (by_torch, lambda patch: torch.use_deterministic_algorithms(True)),
     "precision of torch": (by_torch, lambda patch: torch.set_float32_matmul_precision("medium")),
     "backend of torch": (by_torch, lambda patch: torch.backends.mkldnn.set_flags(False)),
@@ -255,6 +263,25 @@ def test_a_change_of_the_surroundings(what: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
         assert not other.has_file()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("variable of the environment", "the variable FZERO_TEST_RATE has changed"),
+        ("global of a function that is reached by hidden ways", f"of the module {__name__} has changed"),
+    ],
+)
+def test_the_logger_names_what_a_trace_has_read_and_is_another_now(
+    what: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scale, change = CHANGES[what]
+    first, other = (Process(case(by(scale)), tmp_path) for _ in range(2))
+    first.prepare()
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO", "fzero"):
+        change(patch)
+        assert not other.has_file()
+    assert said in caplog.text
 
 
 CALLS: dict[str, Callable[[Path], Process]] = {
