@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import multiprocessing
 import random
@@ -231,11 +230,22 @@ def measure(ours: Trained, theirs: Trained, start: dict[str, Any]) -> tuple[floa
     return first, second
 
 
+_ROW = re.compile(r"^\| (\w+) \| (.*) \| (.*) \| (\w+) \|$", re.MULTILINE)
+_REASON = re.compile(r"^\* (\w+): (\w+)\. `(.*)`$", re.MULTILINE)
+
+
+def read_outcomes(page: str) -> dict[str, Found]:
+    """The outcomes that the text of a page has, by name: what `Table.render` made the page of."""
+    rows = {name: Found(outcome, "", *whose) for name, *whose, outcome in _ROW.findall(page) if outcome in OUTCOMES}
+    reasons = {name: rows.get(name, Found(outcome))._replace(why=why) for name, outcome, why in _REASON.findall(page)}
+    return rows | reasons
+
+
 class Table:
-    """The outcomes of models by name, which are kept in build/, and the page that they make.
+    """The outcomes of models by name, and the page that they make, which is where they are kept.
 
     Args:
-        name: of the page in docs/, and of the file in build/.
+        name: of the page in docs/.
         names: all models.
         judge: what came of a model by its name; an `UntriedError` where it was not made.
         head: the text of the page, with {counts}, {rows}, {reasons} and `facts` in it.
@@ -243,28 +253,26 @@ class Table:
 
     def __init__(self, name: str, names: Sequence[str], judge: Callable[[str], Found], head: str, **facts: Any) -> None:
         self._names, self._judge, self._head, self._facts = names, judge, head, facts
-        self._page, self._journal = ROOT / "docs" / f"{name}.md", ROOT / "build" / f"{name}.json"
-        known = json.loads(self._journal.read_text()) if self._journal.exists() else {}
-        self.found = {key: Found(*x) for key, x in known.items()}
+        self._page = ROOT / "docs" / f"{name}.md"
+        known = read_outcomes(self._page.read_text(encoding="utf-8")) if self._page.exists() else {}
+        self.found = {key: x for key, x in known.items() if key in names}
 
     def run(self, about: str) -> None:
         """Judge the models that the command line names, and write what it asks for."""
         parser = argparse.ArgumentParser(description=about.partition("\n")[0])
-        parser.add_argument("names", nargs="*", help="all by default")
-        parser.add_argument("--rest", action="store_true", help="those without an outcome in build/")
-        parser.add_argument("--write", action="store_true", help=f"write docs/{self._page.name}")
+        parser.add_argument("names", nargs="*", help="all by default; outcomes of the others are those of the page")
+        parser.add_argument("--rest", action="store_true", help="those of which the page has no outcome")
+        parser.add_argument("--write", action="store_true", help=f"write each outcome into docs/{self._page.name}")
         parser.add_argument("--workers", type=int, default=1)
         given = parser.parse_args()
-        self._journal.parent.mkdir(exist_ok=True)
         chosen = given.names or [x for x in self._names if not (given.rest and x in self.found)]
         judge = _Judge(self._judge)
         with multiprocessing.get_context("spawn").Pool(given.workers, _start, maxtasksperchild=16) as pool:
             for name, found in zip(chosen, pool.imap(judge, chosen)):
                 self.found[name] = found
-                self._journal.write_text(json.dumps(self.found))
                 print(name, *found, flush=True)
-        if given.write:
-            self._page.write_text(self.render(), encoding="utf-8")
+                if given.write:
+                    self._page.write_text(self.render(), encoding="utf-8")
 
     def render(self) -> str:
         """The page of the table."""
@@ -306,7 +314,7 @@ class _Judge:
 def shorten(why: str) -> str:
     """A reason without folders of this machine."""
     text = re.sub(r"\S*/(?=(transformers|timm|torch|tools)/)", "", why)
-    return " ".join(text.replace("`", "'").split())[:300]
+    return " ".join(text.replace("`", "'").split())[:300].strip()
 
 
 def _start() -> None:

@@ -1,7 +1,8 @@
 """Every model folder of transformers, tiny: updates of a sharded step beside plain torch, at lengths that change.
 
     python tools/trained_models.py --write           # all, and docs/trained_models.md
-    python tools/trained_models.py llama t5          # some; outcomes of the others are those in build/
+    python tools/trained_models.py --rest --write    # those of which the page has no outcome
+    python tools/trained_models.py llama t5          # some
 
 A model has a configuration with the sizes of `tiny_models.py`, weights of some size, and double precision. Its folder's
 name draws a `Way` to train it: stage, turns of accumulation, checkpointing, a memory budget. Two virtual ranks take an
