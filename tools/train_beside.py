@@ -227,10 +227,11 @@ def measure(ours: Trained, theirs: Trained, start: dict[str, Any]) -> tuple[floa
     """How far losses are apart, of a loss, and parameters, of the largest change of one since the start; infinity where
     one of ours is missing, or no number, which is no larger than any."""
     apart = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours[0], theirs[0], strict=True)]
-    change = max((theirs[1][name] - x).abs().max().item() for name, x in start.items())
+    change = max((theirs[1][name] - x).abs().max().item() for name, x in start.items() if x.numel())
     off = [
         (ours[1][name] - x).abs().max().item() / change if name in ours[1] else math.inf
         for name, x in theirs[1].items()
+        if x.numel()
     ]
     first, second = (max(x if math.isfinite(x) else math.inf for x in each) for each in (apart, off))
     return first, second

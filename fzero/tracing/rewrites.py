@@ -84,6 +84,35 @@ def _index_fill_(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, v
     return x.copy_(_index_fill(torch.index_fill, x, dim, index, value))
 
 
+def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None:
+    """`x[key] = value`. Of a value that a mask spreads, torch's derivative has a row for each place that is true."""
+    keys = tuple(map(_gather, key if isinstance(key, tuple) else (key,)))
+    value = _gather(value)
+    places = [i for i, each in enumerate(keys) if type(each) not in (int, slice, type(None), type(...))]
+    mask = keys[places[0]] if len(places) == 1 else None
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > 0
+    if not is_mask or not isinstance(value, Tensor) or value.dtype != x.dtype or not requires_grad(value):
+        return func(x, key, value)
+    before, after = keys[: places[0]], keys[places[0] + 1 :]
+    whole = x.full_tensor().clone() if isinstance(x, Sharded) else x
+    view = whole[(*before, *[slice(None)] * mask.ndim, *after)]
+    rest = _count_axes(after) if ... in before else view.ndim - mask.ndim - _count_axes(before)
+    first = view.ndim - rest - mask.ndim
+    while value.ndim > rest and value.shape[0] == 1:
+        value = value[0]
+    if mask.shape != view.shape[first : first + mask.ndim] or value.ndim > rest:
+        return func(x, key, value)
+    view.copy_(torch.where(mask.reshape(*mask.shape, *[1] * rest), value, view))
+    if whole is not x:
+        x.copy_(whole)
+    return None
+
+
+def _count_axes(keys: tuple[Any, ...]) -> int:
+    """How many axes remain of those that keys without `...` index."""
+    return sum(not isinstance(each, int) for each in keys)
+
+
 def _tensor(func: Callable[..., Any], data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
     """`torch.tensor` and `torch.as_tensor`. On the meta device torch makes a tensor that no gradient has made, and
     then refuses to write into it."""
@@ -216,6 +245,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "index_fill": _index_fill,
     "index_fill_": _index_fill_,
     "resize_as_": _resize_as_,
+    "__setitem__": _set_item,
     "ctc_loss": ctc_loss,
     "dropout": _dropout,
     "linalg_lstsq": _lstsq,
