@@ -89,7 +89,7 @@ def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None
     keys = tuple(map(_gather, key if isinstance(key, tuple) else (key,)))
     value = _gather(value)
     places = [i for i, each in enumerate(keys) if type(each) not in (int, slice, type(None), type(...))]
-    mask = keys[places[0]] if len(places) == 1 else None
+    mask: Any = keys[places[0]] if len(places) == 1 else None
     is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > 0
     if not is_mask or not isinstance(value, Tensor) or value.dtype != x.dtype or not requires_grad(value):
         return func(x, key, value)
