@@ -131,8 +131,6 @@ def judge(folder: str) -> Found:
     """What came of a folder's model."""
     transformers.utils.logging.set_verbosity_error()
     model, way = make(folder), draw_way(folder)
-    if way.is_checkpointed and not model.supports_gradient_checkpointing:
-        way = way._replace(is_checkpointed=False)
     batches = [draw_batch(model, length, i) for i, length in enumerate(LENGTHS)]
     return compare(model, batches, way, lambda model: model.gradient_checkpointing_enable())
 

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.symbols import is_open
-from fzero.base.torch_private import assert_later, depth
+from fzero.base.torch_private import FakeTensor, assert_later, depth, unwrap
 from fzero.base.torch_private_functions import MATMUL_READS_SIZES, requires_grad, unflatten_linear
+from fzero.base.user_line import current_user_line
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.checkpoint import keep_requires_grad
 from fzero.values.sharded import Sharded
 
 _aten: Any = torch.ops.aten
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _one_hot(func: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Tensor:
@@ -111,6 +114,17 @@ def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None
 def _count_axes(keys: tuple[Any, ...]) -> int:
     """How many axes remain of those that keys without `...` index."""
     return sum(not isinstance(each, int) for each in keys)
+
+
+def _set_attribute(func: Callable[..., Any], x: Tensor, value: Any) -> None:
+    """`x.data = value` and its like. Refuses to put a value of the trace into a tensor from outside of the step."""
+    if func == _SET_DATA and isinstance(x, Tensor):
+        if value is x:
+            return
+        if not isinstance(unwrap(x), FakeTensor):
+            problem = "the data of a tensor from outside of the step is replaced, as the conversion of a module does"
+            raise FzeroError(current_user_line(), problem, "convert modules, and fill tensors, before the step")
+    return func(x, value)
 
 
 def _tensor(func: Callable[..., Any], data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
@@ -245,6 +259,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "index_fill": _index_fill,
     "index_fill_": _index_fill_,
     "resize_as_": _resize_as_,
+    "__set__": _set_attribute,
     "__setitem__": _set_item,
     "ctc_loss": ctc_loss,
     "dropout": _dropout,

@@ -196,3 +196,29 @@ def test_what_is_outside_of_a_gradient_is_not_written_to_inside() -> None:
 
     with pytest.raises(FzeroError, match="test_checks.*a tensor from outside of a gradient is written to"):
         fzero.simulate(step, MESH)(fzero.partition(params(), MESH))
+
+
+@pytest.mark.parametrize("differentiate", [fzero.grad, lambda loss: loss])
+def test_the_data_of_a_captured_tensor_is_not_replaced(differentiate: Callable[..., Any]) -> None:
+    kept = torch.ones(3, dtype=torch.float64)
+
+    def loss(p: Params) -> Tensor:
+        kept.data = kept  # changes nothing
+        kept.data = torch.zeros(3, dtype=torch.float64)
+        return (kept * p["w"]).sum()
+
+    with pytest.raises(FzeroError, match="test_checks.*the data of a tensor from outside of the step is replaced"):
+        fzero.simulate(differentiate(loss), MESH)(fzero.partition(params(), MESH))
+    assert torch.equal(kept, torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("differentiate", [fzero.grad, lambda loss: loss])
+def test_a_module_is_not_converted_in_a_step(differentiate: Callable[..., Any]) -> None:
+    captured = torch.nn.Linear(3, 3)
+    for make in (lambda: captured, lambda: torch.nn.Linear(3, 3)):
+
+        def loss(p: Params, make: Callable[[], torch.nn.Linear] = make) -> Tensor:
+            return make().to(torch.float64)(p["w"]).sum()
+
+        with pytest.raises(FzeroError, match="a module is converted|data of a tensor.* is replaced|holds float64"):
+            fzero.simulate(differentiate(loss), MESH)(fzero.partition(params(), MESH))
