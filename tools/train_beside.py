@@ -179,7 +179,7 @@ def train_sharded(model: Any, batches: Sequence[Batch], way: Way) -> Trained:
 
 
 def compare(model: Any, batches: Sequence[Batch], way: Way, checkpoint: Callable[[Any], None]) -> Found:
-    """What came of a model that is trained in a way, where `checkpoint(model)` lets its layers be checkpointed, if it can.
+    """What came of a model that is trained in a way, where `checkpoint(model)` checkpoints the layers of one that can.
 
     Raises:
         UntriedError: where plain torch does not train it.
