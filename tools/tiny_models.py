@@ -210,7 +210,7 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
         elif re.search("dropout|drop_rate|drop_path|layerdrop|_pdrop$|mask_(time|feature)_prob", name):
-            made[name] = 0.0
+            made[name] = type(value)(0)
         elif re.fullmatch(r".*(token_(id|index)|_id|start_id|end_id|offset)", name) and value >= SPECIAL:
             made[name] = special
             special += 1

@@ -33,7 +33,7 @@ import fzero
 from fzero import optim, tree
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 90
+SECONDS = 180
 """Of the processor, for a model."""
 RANKS = 2
 RATE, DECAY, NORM, EPS = 1e-3, 0.1, 1.0, 1e-4

@@ -23,7 +23,7 @@ import transformers
 from tiny_models import UntriedError
 from train_beside import Found, Table, check_plain, compare, draw_way, prepare
 
-LARGEST = 6_000_000
+LARGEST = 30_000_000
 """Parameters of a model that is tried."""
 LENGTHS = (8, 12, 10, 8)
 """The lengths of the updates: the program of all lengths is made at the second."""
