@@ -86,8 +86,6 @@ def judge(module: str) -> Found:
     warnings.simplefilter("ignore")
     model, size, name = make(module)
     way = draw_way(module)
-    if way.is_checkpointed and not hasattr(model, "set_grad_checkpointing"):
-        way = way._replace(is_checkpointed=False)
     batches = [draw_batch(size, rows, i) for i, rows in enumerate(ROWS)]
     found = compare(model, batches, way, lambda model: model.set_grad_checkpointing())
     return found._replace(model=f"{name}, images of {size}")

@@ -64,6 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"]},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    # sdpa is causal there for a mask of ones, which transformers leaves out, and is not in torch.compile, nor in a step
+    "Phi4MultimodalVisionConfig": {"attn_implementation": "eager"},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
@@ -207,8 +209,8 @@ def _settings(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             made[name] = shrink(type(value))
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        elif re.search("dropout|drop_rate|drop_path|layerdrop|_pdrop$", name):
-            made[name] = 0.0
+        elif re.search("dropout|drop_rate|drop_path|layerdrop|_pdrop$|mask_(time|feature)_prob", name):
+            made[name] = type(value)(0)
         elif re.fullmatch(r".*(token_(id|index)|_id|start_id|end_id|offset)", name) and value >= SPECIAL:
             made[name] = special
             special += 1

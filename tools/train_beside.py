@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import multiprocessing
 import random
@@ -34,7 +33,7 @@ import fzero
 from fzero import optim, tree
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 90
+SECONDS = 180
 """Of the processor, for a model."""
 RANKS = 2
 RATE, DECAY, NORM, EPS = 1e-3, 0.1, 1.0, 1e-4
@@ -180,11 +179,16 @@ def train_sharded(model: Any, batches: Sequence[Batch], way: Way) -> Trained:
 
 
 def compare(model: Any, batches: Sequence[Batch], way: Way, checkpoint: Callable[[Any], None]) -> Found:
-    """What came of a model that is trained in a way, where `checkpoint(model)` lets its layers be checkpointed.
+    """What came of a model that is trained in a way, where `checkpoint(model)` checkpoints the layers of one that can.
 
     Raises:
         UntriedError: where plain torch does not train it.
     """
+    if way.is_checkpointed:
+        try:
+            checkpoint(copy.deepcopy(model))
+        except (AttributeError, AssertionError, ValueError):  # the model has none
+            way = way._replace(is_checkpointed=False)
     found = Found("equal", "", type(model).__name__, str(way))
     start = {name: x.detach().clone() for name, x in model.named_parameters()}
     try:
@@ -211,10 +215,16 @@ def compare(model: Any, batches: Sequence[Batch], way: Way, checkpoint: Callable
     off = measure((own_losses, own), (losses, params), start)
     if max(off) <= allowed:
         return found
+    spread = max(measure(train_plain(copy.deepcopy(fresh), batches, way.turns), (losses, params), start))
+    if spread > allowed:
+        raise UntriedError(f"draws random numbers: two trainings of plain torch are {spread:.1e} apart")
     text = f"losses are {off[0]:.1e} apart, parameters {off[1]:.1e}"
-    near = measure((own_losses, own), train_plain(fresh, batches, way.turns, differentiate_by_func), start)
-    if max(near) <= allowed:
-        return found._replace(why=f"{text}; from those with derivatives of torch.func {max(near):.1e}")
+    try:
+        near = max(measure((own_losses, own), train_plain(fresh, batches, way.turns, differentiate_by_func), start))
+    except RuntimeError as error:  # torch.func does not take the model
+        return found._replace(outcome="wrong", why=f"{text}; torch.func: {' '.join(str(error).split())[:100]}")
+    if near <= allowed:
+        return found._replace(why=f"{text}; from those with derivatives of torch.func {near:.1e}")
     return found._replace(outcome="wrong", why=text)
 
 
@@ -222,20 +232,32 @@ def measure(ours: Trained, theirs: Trained, start: dict[str, Any]) -> tuple[floa
     """How far losses are apart, of a loss, and parameters, of the largest change of one since the start; infinity where
     one of ours is missing, or no number, which is no larger than any."""
     apart = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours[0], theirs[0], strict=True)]
-    change = max((theirs[1][name] - x).abs().max().item() for name, x in start.items())
+    change = max((theirs[1][name] - x).abs().max().item() for name, x in start.items() if x.numel())
     off = [
         (ours[1][name] - x).abs().max().item() / change if name in ours[1] else math.inf
         for name, x in theirs[1].items()
+        if x.numel()
     ]
     first, second = (max(x if math.isfinite(x) else math.inf for x in each) for each in (apart, off))
     return first, second
 
 
+_ROW = re.compile(r"^\| (\w+) \| (.*) \| (.*) \| (\w+) \|$", re.MULTILINE)
+_REASON = re.compile(r"^\* (\w+): (\w+)\. `(.*)`$", re.MULTILINE)
+
+
+def read_outcomes(page: str) -> dict[str, Found]:
+    """The outcomes that the text of a page has, by name: what `Table.render` made the page of."""
+    rows = {name: Found(outcome, "", *whose) for name, *whose, outcome in _ROW.findall(page) if outcome in OUTCOMES}
+    reasons = {name: rows.get(name, Found(outcome))._replace(why=why) for name, outcome, why in _REASON.findall(page)}
+    return rows | reasons
+
+
 class Table:
-    """The outcomes of models by name, which are kept in build/, and the page that they make.
+    """The outcomes of models by name, and the page that they make, which is where they are kept.
 
     Args:
-        name: of the page in docs/, and of the file in build/.
+        name: of the page in docs/.
         names: all models.
         judge: what came of a model by its name; an `UntriedError` where it was not made.
         head: the text of the page, with {counts}, {rows}, {reasons} and `facts` in it.
@@ -243,28 +265,26 @@ class Table:
 
     def __init__(self, name: str, names: Sequence[str], judge: Callable[[str], Found], head: str, **facts: Any) -> None:
         self._names, self._judge, self._head, self._facts = names, judge, head, facts
-        self._page, self._journal = ROOT / "docs" / f"{name}.md", ROOT / "build" / f"{name}.json"
-        known = json.loads(self._journal.read_text()) if self._journal.exists() else {}
-        self.found = {key: Found(*x) for key, x in known.items()}
+        self._page = ROOT / "docs" / f"{name}.md"
+        known = read_outcomes(self._page.read_text(encoding="utf-8")) if self._page.exists() else {}
+        self.found = {key: x for key, x in known.items() if key in names}
 
     def run(self, about: str) -> None:
         """Judge the models that the command line names, and write what it asks for."""
         parser = argparse.ArgumentParser(description=about.partition("\n")[0])
-        parser.add_argument("names", nargs="*", help="all by default")
-        parser.add_argument("--rest", action="store_true", help="those without an outcome in build/")
-        parser.add_argument("--write", action="store_true", help=f"write docs/{self._page.name}")
+        parser.add_argument("names", nargs="*", help="all by default; outcomes of the others are those of the page")
+        parser.add_argument("--rest", action="store_true", help="those of which the page has no outcome")
+        parser.add_argument("--write", action="store_true", help=f"write each outcome into docs/{self._page.name}")
         parser.add_argument("--workers", type=int, default=1)
         given = parser.parse_args()
-        self._journal.parent.mkdir(exist_ok=True)
         chosen = given.names or [x for x in self._names if not (given.rest and x in self.found)]
         judge = _Judge(self._judge)
         with multiprocessing.get_context("spawn").Pool(given.workers, _start, maxtasksperchild=16) as pool:
             for name, found in zip(chosen, pool.imap(judge, chosen)):
                 self.found[name] = found
-                self._journal.write_text(json.dumps(self.found))
                 print(name, *found, flush=True)
-        if given.write:
-            self._page.write_text(self.render(), encoding="utf-8")
+                if given.write:
+                    self._page.write_text(self.render(), encoding="utf-8")
 
     def render(self) -> str:
         """The page of the table."""
@@ -306,7 +326,7 @@ class _Judge:
 def shorten(why: str) -> str:
     """A reason without folders of this machine."""
     text = re.sub(r"\S*/(?=(transformers|timm|torch|tools)/)", "", why)
-    return " ".join(text.replace("`", "'").split())[:300]
+    return " ".join(text.replace("`", "'").split())[:300].strip()
 
 
 def _start() -> None:

@@ -1,7 +1,8 @@
 """Every model folder of transformers, tiny: updates of a sharded step beside plain torch, at lengths that change.
 
     python tools/trained_models.py --write           # all, and docs/trained_models.md
-    python tools/trained_models.py llama t5          # some; outcomes of the others are those in build/
+    python tools/trained_models.py --rest --write    # those of which the page has no outcome
+    python tools/trained_models.py llama t5          # some
 
 A model has a configuration with the sizes of `tiny_models.py`, weights of some size, and double precision. Its folder's
 name draws a `Way` to train it: stage, turns of accumulation, checkpointing, a memory budget. Two virtual ranks take an
@@ -22,7 +23,7 @@ import transformers
 from tiny_models import UntriedError
 from train_beside import Found, Table, check_plain, compare, draw_way, prepare
 
-LARGEST = 6_000_000
+LARGEST = 30_000_000
 """Parameters of a model that is tried."""
 LENGTHS = (8, 12, 10, 8)
 """The lengths of the updates: the program of all lengths is made at the second."""
@@ -130,8 +131,6 @@ def judge(folder: str) -> Found:
     """What came of a folder's model."""
     transformers.utils.logging.set_verbosity_error()
     model, way = make(folder), draw_way(folder)
-    if way.is_checkpointed and not model.supports_gradient_checkpointing:
-        way = way._replace(is_checkpointed=False)
     batches = [draw_batch(model, length, i) for i, length in enumerate(LENGTHS)]
     return compare(model, batches, way, lambda model: model.gradient_checkpointing_enable())
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import torch
@@ -201,6 +202,27 @@ def refresh_flat_weights(rnn: nn.RNNBase) -> None:
     Public replacement: none is needed once `functional_call` replaces weights in that list as well.
     """
     rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+
+def assign_conversions(module: nn.Module) -> None:
+    """Let `module.to(...)`, and its like, assign the tensors that it makes, and leave the others as they are. torch
+    writes into parameters, or swaps them.
+
+    Public replacement: `torch.__future__.set_overwrite_module_params_on_conversion`, once it holds for fake tensors.
+    """
+    if type(module)._apply in (nn.Module._apply, nn.RNNBase._apply):
+        vars(module)["_apply"] = MethodType(_convert, module)
+
+
+def _convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for table in (module._parameters, module._buffers):
+        for key, x in table.items():
+            converted = None if x is None else fn(x)
+            if converted is not x:
+                table[key] = converted  # type: ignore[assignment]
+    return module
 
 
 def is_alias(a: Tensor, b: Tensor) -> bool:

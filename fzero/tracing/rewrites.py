@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.symbols import is_open
-from fzero.base.torch_private import assert_later, depth
+from fzero.base.torch_private import FakeTensor, assert_later, depth, unwrap
 from fzero.base.torch_private_functions import MATMUL_READS_SIZES, requires_grad, unflatten_linear
+from fzero.base.user_line import current_user_line
 from fzero.tracing.ctc import ctc_loss
 from fzero.values.checkpoint import keep_requires_grad
 from fzero.values.sharded import Sharded
 
 _aten: Any = torch.ops.aten
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _one_hot(func: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Tensor:
@@ -82,6 +85,46 @@ def _index_fill(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, va
 def _index_fill_(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     """`index_fill_`."""
     return x.copy_(_index_fill(torch.index_fill, x, dim, index, value))
+
+
+def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None:
+    """`x[key] = value`. Of a value that a mask spreads, torch's derivative has a row for each place that is true."""
+    keys = tuple(map(_gather, key if isinstance(key, tuple) else (key,)))
+    value = _gather(value)
+    places = [i for i, each in enumerate(keys) if type(each) not in (int, slice, type(None), type(...))]
+    mask: Any = keys[places[0]] if len(places) == 1 else None
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > 0
+    if not is_mask or not isinstance(value, Tensor) or value.dtype != x.dtype or not requires_grad(value):
+        return func(x, key, value)
+    before, after = keys[: places[0]], keys[places[0] + 1 :]
+    whole = x.full_tensor().clone() if isinstance(x, Sharded) else x
+    view = whole[(*before, *[slice(None)] * mask.ndim, *after)]
+    rest = _count_axes(after) if ... in before else view.ndim - mask.ndim - _count_axes(before)
+    first = view.ndim - rest - mask.ndim
+    while value.ndim > rest and value.shape[0] == 1:
+        value = value[0]
+    if mask.shape != view.shape[first : first + mask.ndim] or value.ndim > rest:
+        return func(x, key, value)
+    view.copy_(torch.where(mask.reshape(*mask.shape, *[1] * rest), value, view))
+    if whole is not x:
+        x.copy_(whole)
+    return None
+
+
+def _count_axes(keys: tuple[Any, ...]) -> int:
+    """How many axes remain of those that keys without `...` index."""
+    return sum(not isinstance(each, int) for each in keys)
+
+
+def _set_attribute(func: Callable[..., Any], x: Tensor, value: Any) -> None:
+    """`x.data = value` and its like. Refuses to put a value of the trace into a tensor from outside of the step."""
+    if func == _SET_DATA and isinstance(x, Tensor):
+        if value is x:
+            return
+        if not isinstance(unwrap(x), FakeTensor):
+            problem = "the data of a tensor from outside of the step is replaced, as the conversion of a module does"
+            raise FzeroError(current_user_line(), problem, "convert modules, and fill tensors, before the step")
+    return func(x, value)
 
 
 def _tensor(func: Callable[..., Any], data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
@@ -216,6 +259,8 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "index_fill": _index_fill,
     "index_fill_": _index_fill_,
     "resize_as_": _resize_as_,
+    "__set__": _set_attribute,
+    "__setitem__": _set_item,
     "ctc_loss": ctc_loss,
     "dropout": _dropout,
     "linalg_lstsq": _lstsq,

@@ -31,6 +31,7 @@ _KNOWN = {
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
         "make modules outside of the step",
     ),
+    "Couldn't swap": ("a module is converted inside of the step", "convert it, or make it, outside of the step"),
     "mutate a captured Tensor": (
         "a tensor from outside of a gradient is written to, inside",
         "write into a copy that is made inside, and return it",

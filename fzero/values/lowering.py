@@ -350,4 +350,5 @@ def _change_error(module: str, path: str, *, is_buffer: bool) -> FzeroError:
     if is_buffer:
         way_out = "use fzero.lower_stateful, whose apply takes and returns buffers"
         return FzeroError(path, f"the forward of {module} changes this buffer", way_out)
-    return FzeroError(path, f"the forward of {module} changes this parameter", "compute a new tensor from it instead")
+    way_out = "compute a new tensor from it instead, or convert the module before lower"
+    return FzeroError(path, f"the forward of {module} changes this parameter", way_out)

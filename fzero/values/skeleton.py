@@ -160,6 +160,7 @@ def _copy_to_meta(module: nn.Module) -> nn.Module:
     stale = [value for _, value in held if isinstance(memo[id(value)], _StandIn)]
     skeleton = copy_and_bind(module, memo, stale)
     for child in skeleton.modules():
+        torch_private.assign_conversions(child)
         if isinstance(child, nn.RNNBase):
             child.register_forward_pre_hook(_refresh_weights)
     return skeleton

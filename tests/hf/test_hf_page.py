@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,13 @@ def test_tables_of_models_take_no_nan_and_no_missing_leaf_for_equal() -> None:
     broken = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
     assert train_beside.measure(([1.0, torch.nan], broken), theirs, start) == (torch.inf, torch.inf)
     assert train_beside.measure(([1.0, 2.0], {"a": torch.ones(2)}), theirs, start) == (0.0, torch.inf)
+
+
+@pytest.mark.parametrize("name", ["trained_models", "timm_models"])
+def test_a_page_of_models_has_all_outcomes_that_it_counts(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    found = train_beside.read_outcomes(page)
+    counts = Counter(x.outcome for x in found.values())
+    shown = ", ".join(f"{counts[outcome]} {outcome}" for outcome in train_beside.OUTCOMES)
+    assert re.search(rf"^{len(found)} of \d+ were tried: {shown}\.$", page, re.MULTILINE)
+    assert all(x.why for x in found.values() if x.outcome != "equal")

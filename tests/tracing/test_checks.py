@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fzero.base.errors import FzeroError
 
 MESH = fzero.VirtualMesh(fsdp=3)
 INDEX = torch.tensor([0, 2, 0])
+MASK = torch.tensor([True, False, True, True])
 Params = dict[str, Tensor]
 Loss = Callable[[Params], Tensor]
 
@@ -41,6 +43,11 @@ def in_place(p: Params, write: Callable[[Tensor, Params], object]) -> Tensor:
     copy = p["w"].clone()
     write(copy, p)
     return copy
+
+
+def set_item(key: Any, value: Loss) -> Loss:
+    """`copy[key] = value(p)`."""
+    return lambda p: in_place(p, lambda copy, p: copy.__setitem__(key, value(p)))
 
 
 def column_of_clone(p: Params) -> Tensor:
@@ -81,6 +88,15 @@ CHECKED: dict[str, Loss] = {
     "index_fill of one number": lambda p: p["wave"].sum().index_fill(0, INDEX[:1], p["s"]),
     "index_fill by a number": lambda p: p["w"].index_fill(0, INDEX, 2.0),
     "index_fill_": lambda p: in_place(p, lambda copy, p: copy.index_fill_(0, INDEX, p["s"])),
+    "a row in those of a mask": set_item(MASK, lambda p: p["v"][0]),
+    "a parameter in those of a mask": set_item(MASK, lambda p: p["s"]),
+    "a row of two axes": set_item((MASK, ...), lambda p: p["v"][:1]),
+    "a mask of all axes": set_item(MASK.unsqueeze(1).expand(4, 3), lambda p: p["s"]),
+    "a mask behind all axes": set_item((..., MASK[:3]), lambda p: p["s"]),
+    "a mask behind a number": set_item((1, MASK[:3]), lambda p: p["s"]),
+    "a mask before a part": set_item((None, MASK, slice(1, None)), lambda p: p["v"][3, :2]),
+    "a mask between axes": set_item((..., None, MASK, slice(1, None), None), lambda p: p["v"][:2, :1]),
+    "a mask of no gradient": set_item(MASK, lambda p: p["v"][0].detach()),
     "squeeze_": lambda p: in_place(p, lambda copy, p: copy.unsqueeze_(1).squeeze_().mul_(p["w"])),
     "t_": lambda p: in_place(p, lambda copy, p: copy.t_()) @ p["v"],
     "as_strided_": lambda p: in_place(p, lambda copy, p: copy.as_strided_((2, 3), (6, 1)).mul_(p["s"])),
@@ -148,6 +164,14 @@ def test_a_second_derivative_with_a_check_of_its_own_is_refused() -> None:
         run(slope)
 
 
+@pytest.mark.parametrize(
+    "value", [lambda p: p["v"][:3], lambda p: p["v"][0].float()], ids=["a row for each", "a dtype"]
+)
+def test_rows_for_each_place_of_a_mask_are_refused(value: Loss) -> None:
+    with pytest.raises(FzeroError, match="Python needs a value.*choose with torch.where"):
+        run(set_item(MASK, value))
+
+
 def test_what_the_user_asks_for_is_no_check() -> None:
     def ask(p: Params) -> Tensor:
         return p["w"] if (p["w"] < 0).any() else p["v"]
@@ -172,3 +196,29 @@ def test_what_is_outside_of_a_gradient_is_not_written_to_inside() -> None:
 
     with pytest.raises(FzeroError, match="test_checks.*a tensor from outside of a gradient is written to"):
         fzero.simulate(step, MESH)(fzero.partition(params(), MESH))
+
+
+@pytest.mark.parametrize("differentiate", [fzero.grad, lambda loss: loss])
+def test_the_data_of_a_captured_tensor_is_not_replaced(differentiate: Callable[..., Any]) -> None:
+    kept = torch.ones(3, dtype=torch.float64)
+
+    def loss(p: Params) -> Tensor:
+        kept.data = kept  # changes nothing
+        kept.data = torch.zeros(3, dtype=torch.float64)
+        return (kept * p["w"]).sum()
+
+    with pytest.raises(FzeroError, match="test_checks.*the data of a tensor from outside of the step is replaced"):
+        fzero.simulate(differentiate(loss), MESH)(fzero.partition(params(), MESH))
+    assert torch.equal(kept, torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("differentiate", [fzero.grad, lambda loss: loss])
+def test_a_module_is_not_converted_in_a_step(differentiate: Callable[..., Any]) -> None:
+    captured = torch.nn.Linear(3, 3)
+    for make in (lambda: captured, lambda: torch.nn.Linear(3, 3)):
+
+        def loss(p: Params, make: Callable[[], torch.nn.Linear] = make) -> Tensor:
+            return make().to(torch.float64)(p["w"]).sum()
+
+        with pytest.raises(FzeroError, match="a module is converted|data of a tensor.* is replaced|holds float64"):
+            fzero.simulate(differentiate(loss), MESH)(fzero.partition(params(), MESH))

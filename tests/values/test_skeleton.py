@@ -299,6 +299,37 @@ def test_what_a_forward_keeps_is_forgotten() -> None:
     assert torch.equal(fzero.lower(module)[1](params, x), module(x).detach())
 
 
+class Converted(Net):
+    """Converts its parts in its forward, as the router of Switch Transformers does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.rnn, self.norm = dtype, nn.GRU(4, 4), nn.BatchNorm1d(4).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a = self.a.to(self.dtype)
+        self.to(self.dtype)
+        return self.norm(self.rnn(super().forward(x).unsqueeze(0))[0][0])
+
+
+def test_a_part_that_the_forward_converts_to_its_own_dtype_stays_as_it_is() -> None:
+    module, x = Converted(torch.float64).double(), torch.randn(6, 4, dtype=torch.float64)
+    params, apply = fzero.lower(module)
+    output = fzero.simulate(lambda p, x: apply(p, x), MESH)(fzero.partition(params, MESH), x)
+    torch.testing.assert_close(output.view_as(x), module(x).detach(), rtol=1e-12, atol=1e-12)
+    assert losses_of_fzero(module, x) == pytest.approx(losses_of_torch(module, x), rel=1e-12)
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_a_part_that_the_forward_converts_to_another_dtype_is_refused(differentiate: bool) -> None:
+    params, apply = fzero.lower(Converted(torch.float64))
+    step = (lambda p, x: fzero.grad(lambda p: apply(p, x).mean())(p)) if differentiate else (lambda p, x: apply(p, x))
+    with pytest.raises(
+        FzeroError, match=r"^\S+: the forward of Converted changes this .*; .*convert the module before"
+    ):
+        fzero.simulate(step, MESH)(fzero.partition(params, MESH), torch.randn(2, 4))
+
+
 # calls that are counted
 
 
