@@ -26,7 +26,7 @@ from train_beside import Found, Table, check_plain, compare, draw_way, prepare
 LARGEST = 30_000_000
 """Parameters of a model that is tried."""
 WRONG_IN_TORCH = {
-    "levit": "the derivative of a batch norm of one image, in evaluation, is wrong on CPU where the image is transposed",
+    "levit": "a batch norm of one image, in evaluation, has a wrong derivative on CPU where its output is transposed",
 }
 """Folders whose models plain torch does not train right in batches of this tool, by finite differences."""
 LENGTHS = (8, 12, 10, 8)
