@@ -23,7 +23,7 @@ import transformers
 from tiny_models import UntriedError
 from train_beside import Found, Table, check_plain, compare, draw_way, prepare
 
-LARGEST = 30_000_000
+LARGEST = 6_000_000
 """Parameters of a model that is tried."""
 WRONG_IN_TORCH = {
     "levit": "a batch norm of one image, in evaluation, has a wrong derivative on CPU where its output is transposed",
