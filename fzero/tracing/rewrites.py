@@ -118,7 +118,7 @@ def _count_axes(keys: tuple[Any, ...]) -> int:
 
 def _set_attribute(func: Callable[..., Any], x: Tensor, value: Any) -> None:
     """`x.data = value` and its like. Refuses to put a value of the trace into a tensor from outside of the step."""
-    if func == _SET_DATA and isinstance(x, Tensor):
+    if func == _SET_DATA and isinstance(x, Tensor) and not isinstance(x, Sharded):
         if value is x:
             return
         if not isinstance(unwrap(x), FakeTensor):
