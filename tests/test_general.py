@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from fzero.general import programs as general
 from fzero.general.programs import General
 from fzero.passes import defaults, resolve, run_passes
 from fzero.passes.run import name_of_pass
-from fzero.program.open import Open, find_difference, make_template
+from fzero.program.open import Open, Template, find_difference, make_template
 from fzero.program.program import Program
 from fzero.tracing.trace import trace
 
@@ -141,7 +142,7 @@ def test_a_program_of_open_sizes_is_the_program_that_is_traced_at_each_size(stag
         opened = Open(found.schedule.symbols, tuple(sizes))
         filled = make_template(replace(found.schedule.early, open=opened)).fill(sizes)
         wrong += [f"{shape}: {difference}" for difference in [find_difference(filled, early)] if difference]
-        if found._find_template(sizes)[0].reference == tuple(sizes):  # the schedule is that of these sizes
+        if found._find_template(sizes).template.reference == tuple(sizes):  # the schedule is that of these sizes
             flat = step.trace(params, state, tokens(shape))
             wrong += [f"{shape}: {difference}" for difference in [find_difference(got, flat)] if difference]
             wrong += [] if got.memory() == flat.memory() and str(got) == str(flat) else [f"{shape}: memory, listing"]
@@ -164,9 +165,25 @@ def test_a_budget_holds_at_each_length_and_few_lengths_are_searched(monkeypatch:
         program = program_of(step, params, state, tokens((4, length)))
         assert program.memory().peak <= limit and "memory: " in "".join(program.remarks)
         assert ("chosen at another size" in program.remarks[0]) == (length not in (31, 14)), length
-    assert fn.count == 2 and len(searches) == 2
+    assert fn.count == 2 and len(searches) == 1, "the plan of the first length is known"
     with pytest.raises(fzero.FzeroError, match="the least peak of .* is "):
         step(params, state, tokens((4, 400)))
+
+
+def test_whether_a_length_is_within_a_budget_is_known_from_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, state, fn = make()
+    peaks = {n: fzero.simulate(fn.fn, MESH).trace(params, state, tokens((4, n))).memory().peak for n in (20, 31)}
+    limit = sum(peaks.values()) // 2
+    step = fzero.simulate(fn, MESH, memory=limit)
+    for length in (12, 15):
+        program_of(step, params, state, tokens((4, length)))
+    (scheduled, *_), worked_out = find_general(step)._templates, list[str]()
+    expected = {n: scheduled.template.fill([n]).memory().peak <= limit for n in range(8, 40)}
+    fill = Template.fill
+    monkeypatch.setattr(Template, "fill", lambda self, sizes: worked_out.append("") or fill(self, sizes))
+    order = random.Random(0).sample(list(expected), len(expected))
+    assert {n: scheduled.is_within(limit, [n]) for n in order} == {n: expected[n] for n in order}
+    assert set(expected.values()) == {True, False} and len(worked_out) < len(expected) / 2
 
 
 def test_results_are_those_of_a_step_that_is_traced_at_each_length_and_it_is_traced_twice() -> None:

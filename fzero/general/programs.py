@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST, Conditions
@@ -62,12 +63,13 @@ class OpenTrace:
         with _raw_numbers():
             return fill_reference(schedule_by(self.traced, Open(self.symbols, tuple(sizes))))
 
-    def __call__(self, sizes: Sequence[int]) -> Template:
-        """The template that is scheduled for these sizes."""
+    def __call__(self, sizes: Sequence[int], known: Program | None = None) -> Template:
+        """The template that is scheduled for these sizes: with a budget by the plan of a program of these sizes, if one
+        is known, else by one that is searched."""
         early = schedule_by(self.early, Open(self.symbols, tuple(sizes)))
         with _raw_numbers():
             if isinstance(self.late, Budget):
-                found = find_plan(fill_reference(early), self.late).program
+                found = known or find_plan(fill_reference(early), self.late).program
                 assert found.plan is not None
                 return make_template(replace(follow_plan(early, found.plan), remarks=found.remarks))
             return make_template(run_passes(early, list_passes_of(self.late)))
@@ -79,6 +81,27 @@ def _raw_numbers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
         yield
+
+
+class _Scheduled(NamedTuple):
+    """A template, what `Finish` makes of it, and numbers of sizes whose peak is within the limit, and above it."""
+
+    template: Template
+    finish: Callable[[Sequence[int]], Any]
+    within: list[Sequence[int]]
+    above: list[Sequence[int]]
+
+    def is_within(self, limit: int, sizes: Sequence[int]) -> bool:
+        """Whether the peak of these sizes is within a limit. Where no number of a program, a shape or bytes, is greater
+        than at other sizes, its peak is not either: memory is worked out only where known sizes do not tell."""
+        numbers = [x for x in self.template.evaluate(sizes) if type(x) is int]
+        if any(all(map(operator.le, numbers, known)) for known in self.within):
+            return True
+        if any(all(map(operator.ge, numbers, known)) for known in self.above):
+            return False
+        found = self.within if self.template.fill(sizes).memory().peak <= limit else self.above
+        found.append(numbers)
+        return found is self.within
 
 
 class General:
@@ -100,24 +123,24 @@ class General:
     ) -> None:
         self.sizes, self.conditions, self.watches, self._finish = sizes, conditions, list[Watch](), finish
         self._limit, self.schedule = limit, schedule
-        self._templates = [(template, finish(template)) for template in templates]
+        self._templates = [_Scheduled(template, finish(template), [], []) for template in templates]
         self._keep: Callable[[Template], None] = lambda template: None
 
     @property
     def program(self) -> Program:
         """A program of the step: what it depends on is that of all sizes."""
-        return self.schedule.early if self.schedule else self._templates[0][0].program
+        return self.schedule.early if self.schedule else self._templates[0].template.program
 
     def lines(self) -> list[str]:
         """What ranks compare before they use a program of a file."""
         shapes = [str(x[:1] + x[3:4]) for x in self.sizes.signature[2] if is_batch(x)]
-        conditions, references = self.conditions(), [str(template.reference) for template, _ in self._templates]
+        conditions, references = self.conditions(), [str(x.template.reference) for x in self._templates]
         return [str(self.sizes.places), *shapes, *references, *(row.formula for row in conditions.rows)]
 
     def keep(self, keep: Callable[[Template], None]) -> None:
         """Call `keep` with each template, those to come too."""
-        for template, _ in self._templates:
-            keep(template)
+        for scheduled in self._templates:
+            keep(scheduled.template)
         self._keep = keep
 
     def find_sizes(self, signature: Signature) -> list[int] | str:
@@ -126,38 +149,46 @@ class General:
         if isinstance(sizes, str):
             return sizes
         broken = self.conditions().find_broken(sizes)
-        if broken is None and self.schedule is None and not any(self._serves(x, sizes) for x, _ in self._templates):
+        if broken is None and self.schedule is None and not any(self._serves(x, sizes) for x in self._templates):
             return f"its file has no schedule for sizes of {sizes}"
         return broken or sizes
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes."""
-        return self._find_template(sizes)[0].fill(sizes)
+        return self._find_template(sizes).template.fill(sizes)
+
+    def fill_like(self, sizes: Sequence[int], known: Program) -> Program:
+        """The program of these sizes by the schedule of a `known` one, which was traced at these sizes alone. A budget
+        is not searched again."""
+        assert self.schedule is not None
+        return self._add(self.schedule(sizes, known)).template.fill(sizes)
 
     def finish(self, sizes: Sequence[int]) -> Any:
         """What `Finish` makes of the program of these sizes."""
-        return self._find_template(sizes)[1](sizes)
+        return self._find_template(sizes).finish(sizes)
 
-    def _find_template(self, sizes: Sequence[int]) -> tuple[Template, Callable[[Sequence[int]], Any]]:
-        for template, finish in self._templates:
-            if self._serves(template, sizes):
-                return template, finish
+    def _find_template(self, sizes: Sequence[int]) -> _Scheduled:
+        for scheduled in self._templates:
+            if self._serves(scheduled, sizes):
+                return scheduled
         assert self.schedule is not None
-        template = self.schedule(sizes)
-        self._templates.insert(0, (template, self._finish(template)))
+        return self._add(self.schedule(sizes))
+
+    def _add(self, template: Template) -> _Scheduled:
+        self._templates.insert(0, _Scheduled(template, self._finish(template), [], []))
         self._keep(template)
         return self._templates[0]
 
-    def _serves(self, template: Template, sizes: Sequence[int]) -> bool:
+    def _serves(self, scheduled: _Scheduled, sizes: Sequence[int]) -> bool:
         """Whether a template that was scheduled for other sizes is one for these, too."""
-        reference = template.reference
+        reference = scheduled.template.reference
         if tuple(sizes) == reference:
             return True
         count, known = self.sizes.count(sizes), self.sizes.count(reference)
         fewer = FEWER if self._limit is None else FEWER_IN_PLAN
         if not (known <= fewer * count and count <= MORE * known):
             return False
-        return self._limit is None or template.fill(sizes).memory().peak <= self._limit
+        return self._limit is None or scheduled.is_within(self._limit, sizes)
 
 
 def trace_general(
@@ -240,7 +271,7 @@ def check_general(general: General, known: Sequence[tuple[Signature, Program]]) 
         if isinstance(sizes, str):
             problem = sizes
             continue
-        difference = find_difference(general.fill(sizes), program)
+        difference = find_difference(general.fill_like(sizes, program), program)
         if difference is not None:
             raise FzeroError(program.name, f"has another program at another shape: {difference}", "each is traced")
         return
