@@ -183,14 +183,16 @@ def fit_rates(program: Program, seconds: Seconds) -> Rates:
     works = {node: work(node) for node in seconds if not sent[node] and costs[node].lane == COMPUTE}
     small = [seconds[node] for node, done in works.items() if any(done) and not done.flops and done.nbytes < SMALL]
     launch = median(small) if small else guess.launch
-    products = {node: done.flops for node, done in works.items() if done.flops}
+    products = {node: done.flops for node, done in works.items() if done.flops and not done.attention}
+    attention = {node: done.attention for node, done in works.items() if done.attention}
     moves = {node: done.nbytes for node, done in works.items() if not done.flops and done.nbytes >= SMALL}
     sent = {node: nbytes for node, nbytes in sent.items() if nbytes}
     latency = min((seconds[node] for node in sent), default=guess.latency)
     wire = _fit_rate(sent, seconds, latency) or guess.wire
     axes = _fit_axes(program, {node: seconds[node] for node in sent}, latency, wire)
+    flops = _fit_rate(products, seconds, launch) or guess.flops
     return Rates(
-        flops=_fit_rate(products, seconds, launch) or guess.flops,
+        flops=flops,
         memory=_fit_rate(moves, seconds, launch) or guess.memory,
         wire=wire,
         launch=launch,
@@ -198,6 +200,7 @@ def fit_rates(program: Program, seconds: Seconds) -> Rates:
         link=guess.link,
         host=guess.host,
         disk=guess.disk,
+        attention=_fit_rate(attention, seconds, launch) or flops if attention else guess.attention,
         axes=tuple(axes.items()) if len(axes) > 1 else (),
     )
 
@@ -283,11 +286,11 @@ def _clock_runs(run: Callable[[], Any], clock: _Clock) -> float:
 def average_rates(rates: Rates, reduce: Callable[[Tensor, str], Tensor], device: Any) -> Rates:
     """The mean of the rates of all ranks, the same on all of them to the last bit: ranks that schedule by other rates
     would make other programs."""
-    names = [name for name in Rates._fields if name != "axes"]
+    names = [name for name in Rates._fields if name != "axes" and getattr(rates, name) is not None]
     numbers = [*(getattr(rates, name) for name in names), *(rate for _, rate in rates.axes)]
     values = torch.tensor(numbers, dtype=torch.float64, device=device)
     for op in ("avg", "max"):  # backends may round a mean differently on each rank; the maximum of the means is one
         values = reduce(values, op)
     found = values.tolist()
     axes = tuple((axis, rate) for (axis, _), rate in zip(rates.axes, found[len(names) :]))
-    return Rates(**dict(zip(names, found)), axes=axes)
+    return rates._replace(**dict(zip(names, found)), axes=axes)

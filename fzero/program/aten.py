@@ -262,7 +262,9 @@ def _estimate_work(name: str, views: bool, writes: bool, count: Callable[..., in
     if count is not None:
         args, kwargs = values_of((node.args, node.kwargs))
         flops = count(*args, **kwargs, out_val=node.meta["val"])
-    return Work(flops, _count_bytes_read(node, name) + nbytes(made) + nbytes(written))
+    return Work(
+        flops, _count_bytes_read(node, name) + nbytes(made) + nbytes(written), flops if "attention" in name else 0
+    )
 
 
 def _find_flops(target: Any) -> Callable[..., int] | None:

@@ -32,10 +32,11 @@ AGAIN = "again"
 
 class Work(NamedTuple):
     """The work of an operation: floating-point operations, where a multiply-add counts as two, and bytes read and
-    written."""
+    written. Of the flops `attention` are those of fused attention, whose kernels have a rate of their own."""
 
     flops: int
     nbytes: int
+    attention: int = 0
 
 
 NO_WORK = Work(0, 0)

@@ -22,12 +22,16 @@ class Rates(NamedTuple):
     link: float = 2.5e10  # bytes a second between the device and the host, in each direction
     host: float = 5e10  # bytes read or written a second by an operation on the host
     disk: float = 3e9  # bytes read or written a second, of files
+    attention: float | None = None  # flops of fused attention, a second; None: as those of matrix products
     axes: tuple[tuple[str, float], ...] = ()  # mesh axis and its `wire`, for axes whose wire is another one
 
     def compute(self, work: Work) -> float:
         """Seconds of an operation, which arithmetic or memory bounds: the roofline model (Williams, Waterman and
         Patterson 2009). An operation without work, such as a view, takes no time."""
-        return self.launch + max(work.flops / self.flops, work.nbytes / self.memory) if any(work) else 0.0
+        if not any(work):
+            return 0.0
+        arithmetic = (work.flops - work.attention) / self.flops + work.attention / (self.attention or self.flops)
+        return self.launch + max(arithmetic, work.nbytes / self.memory)
 
     def compute_on_host(self, work: Work) -> float:
         """Seconds of an operation on the host: updates of state, which memory bounds."""
@@ -73,6 +77,8 @@ def check_rates(where: str, rates: Rates) -> None:
     """Refuse rates that are no positive numbers; `launch` and `latency` may be 0."""
     named = {**rates._asdict(), **{f"axes {axis!r}": wire for axis, wire in rates.axes}}
     del named["axes"]
+    if rates.attention is None:
+        del named["attention"]
     for name, value in named.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not (value > 0 or (value == 0 and name in ("launch", "latency"))):

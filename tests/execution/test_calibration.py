@@ -27,12 +27,18 @@ from fzero.program.rates import GUESSES, Rates
 from fzero.ranks.link import AtOnce
 from fzero.ranks.live import live
 
-RATES = Rates(flops=3e6, memory=5e7, wire=2e5, launch=1e-4, latency=2e-3, link=1e10, host=1e10)
+RATES = Rates(flops=3e6, memory=5e7, wire=2e5, launch=1e-4, latency=2e-3, link=1e10, host=1e10, attention=1e6)
 """With which products are bound by arithmetic."""
 
 
 def narrow_loss(params: tree.Tree, x: Tensor) -> Tensor:
     return loss(tree.map(lambda leaf: leaf.to(torch.bfloat16), params), x.to(torch.bfloat16)).float()
+
+
+def loss_with_attention(params: tree.Tree, x: Tensor) -> Tensor:
+    heads = x.view(2, 128, 3, 50).transpose(1, 2)
+    mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return loss(params, mixed.transpose(1, 2).reshape(256, 150))
 
 
 def program(world: int = 2, width: int = 150, rows: int = 256, of: Any = loss) -> Program:
@@ -49,12 +55,14 @@ def durations(program: Program, rates: Rates) -> dict[Any, float]:
     return {node: costs[node].seconds + sum(s for _, s in costs[node].comms) for node in called}
 
 
-@pytest.mark.parametrize("of", [loss, narrow_loss])
-def test_rates_are_found_again_in_what_they_make_of_a_program(of: Any) -> None:
+@pytest.mark.parametrize(("of", "attention"), [(loss, None), (narrow_loss, None), (loss_with_attention, 1e6)])
+def test_rates_are_found_again_in_what_they_make_of_a_program(of: Any, attention: float | None) -> None:
     traced = program(of=of)
     got = fit_rates(traced, durations(traced, RATES))
     # small operations are taken for launches alone, and the shortest collective for a latency
-    assert got[:-1] == pytest.approx(RATES[:-1], rel=0.02) and got.axes == ()
+    rest = (got._replace(attention=1.0)[:-1], RATES._replace(attention=1.0)[:-1])
+    assert rest[0] == pytest.approx(rest[1], rel=0.02) and got.axes == ()
+    assert got.attention == (attention and pytest.approx(attention, rel=0.02))
 
 
 def test_each_axis_has_its_wire() -> None:
@@ -190,9 +198,9 @@ def test_every_operation_is_timed_and_ranks_meet_before_collectives(on_ranks: di
 
 def test_ranks_agree_on_rates(on_ranks: dict[str, list[Any]]) -> None:
     first, second = (found["rates"] for found in on_ranks["calibrate"])
-    assert first == second and all(rate > 0 for rate in first[:-1])
+    assert first == second and all(rate > 0 for rate in first[:-1] if rate is not None)
     first, second = on_ranks["hybrid"]
-    assert first == second and all(rate > 0 for rate in first[:-1])
+    assert first == second and all(rate > 0 for rate in first[:-1] if rate is not None)
 
 
 def test_a_disk_is_measured_in_a_file_that_is_gone_afterwards(on_ranks: dict[str, list[Any]]) -> None:

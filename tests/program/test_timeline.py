@@ -112,6 +112,8 @@ def test_an_operation_is_bound_by_arithmetic_or_by_memory() -> None:
     assert rates.compute(Work(40, 10)) == 4.5
     assert rates.compute(Work(10, 10)) == 2.5
     assert rates.compute(Work(0, 0)) == 0
+    assert rates.compute(Work(40, 10, attention=30)) == 4.5
+    assert rates._replace(attention=5.0).compute(Work(40, 10, attention=30)) == 0.5 + 1 + 6
 
 
 @pytest.mark.parametrize(("op", "sent"), [("all_gather", 75), ("reduce_scatter", 75), ("all_reduce", 150)])

@@ -61,6 +61,8 @@ def test_attention_is_two_products_and_five_backward(heads: int, is_causal: bool
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert work(node_named(program, name)).flops == 2 * product
     assert work(node_named(program, f"{name}_backward")).flops == 5 * product
+    fused = [work(node) for node in program.graph.nodes if "attention" in node.name]
+    assert sum(done.attention for done in fused) == 7 * product == sum(done.flops for done in fused)
 
 
 def test_what_is_no_product_moves_bytes() -> None:

@@ -253,12 +253,16 @@ def _count_pairs(node: Node) -> tuple[int, int, int]:
 def _work(node: Node) -> Work:
     """As `torch.utils.flop_counter` counts: all pairs, though a block mask leaves out some."""
     pairs, width, of_value = _count_pairs(node)
-    return Work(2 * pairs * (width + of_value), read_and_write(node).nbytes)
+    return _count_work(2 * pairs * (width + of_value), node)
 
 
 def _work_backward(node: Node) -> Work:
     pairs, width, of_value = _count_pairs(node)
-    return Work(2 * pairs * (3 * width + 2 * of_value), read_and_write(node).nbytes)
+    return _count_work(2 * pairs * (3 * width + 2 * of_value), node)
+
+
+def _count_work(flops: int, node: Node) -> Work:
+    return Work(flops, read_and_write(node).nbytes, attention=flops)
 
 
 SCORES = 4
