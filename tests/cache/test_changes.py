@@ -26,7 +26,8 @@ from torch.nn import functional
 
 import fzero
 from fzero.base.mesh import VirtualMesh
-from fzero.cache import files
+from fzero.cache import executed, files
+from fzero.cache.code import find_owner
 from fzero.passes import defaults
 
 MESH = VirtualMesh(fsdp=2)
@@ -253,7 +254,19 @@ def restored_settings() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("restored_settings")
+@pytest.fixture
+def modules_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the user's modules this one alone: code that reads `sys.modules` may read all of them, and a run of the tests
+    has imported hundreds."""
+    iter_modules = executed._iter_modules
+
+    def iter_some() -> Iterator[tuple[str, types.ModuleType]]:
+        return ((name, x) for name, x in iter_modules() if name == __name__ or find_owner(name) != "user")
+
+    monkeypatch.setattr(executed, "_iter_modules", iter_some)
+
+
+@pytest.mark.usefixtures("restored_settings", "modules_of_this_test")
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_the_surroundings(what: str, tmp_path: Path) -> None:
     scale, change = CHANGES[what]
