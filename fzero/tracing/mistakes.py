@@ -145,8 +145,11 @@ def _find_summed_leaf(program: Program, node: Any) -> Leaf | None:
 
 
 def _report_captured_parameters(program: Program, fn: Callable[..., Any], warn: bool) -> None:
-    """Refuse a captured parameter of a module that was lowered, and warn of others."""
-    captured = {id(value): name for name, value in program.constants.items() if value.requires_grad}
+    """Refuse a captured parameter of a module that was lowered, and warn of others. One whose shape or dtype alone is
+    used, as by `weight.new_zeros(...)`, is none of them."""
+    uses = ((node.target, user) for node in program.graph.find_nodes(op="get_attr") for user in node.users)
+    read = {name for name, user in uses if not record(user).takes_shape}
+    captured = {id(x): name for name, x in program.constants.items() if x.requires_grad and name in read}
     if not captured:
         return
     found = list(walk("step", fn))

@@ -150,10 +150,12 @@ def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def _find_in_class(cls: type, parts: set[int]) -> Iterator[str]:
-    """The functions of a class, or of one that it is derived from, whose closure holds a part of the module."""
+    """The functions of a class, or of one that it is derived from, whose closure holds a part of the module with a
+    tensor in it. A part without tensors, as in `def __init__(self, activation=nn.ReLU())`, holds no parameter."""
     for key, value in ((key, x) for each in cls.__mro__ for key, x in vars(each).items()):
         is_closure = isinstance(value, FunctionType) and value.__closure__
-        if is_closure and any(id(x) in parts for _, x in walk_inside("", value, _MOST)):
+        held = [x for _, x in walk_inside("", value, _MOST) if id(x) in parts] if is_closure else []
+        if any(isinstance(x, Tensor) for x in held):
             yield key
 
 

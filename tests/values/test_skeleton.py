@@ -255,6 +255,54 @@ def test_what_cannot_be_rebound_is_refused_by_its_name(name: str) -> None:
     GLOBAL.clear()
 
 
+class Activated(nn.Module):
+    """Parts without tensors are made once, with the functions of the class."""
+
+    def __init__(self, first: nn.Module = nn.Tanh(), *, last: nn.Module = nn.Sequential(nn.Dropout(0.0), nn.ReLU())):
+        super().__init__()
+        self.a, self.first, self.last = nn.Linear(4, 4), first, last
+        self.add_middle()
+
+    def add_middle(self, middle: nn.Module = nn.GELU()) -> None:
+        self.middle, self.name_of_super = middle, super().__repr__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.a(self.first(x))))
+
+
+class Shared(nn.Module):
+    """All objects of the class have one layer."""
+
+    def __init__(self, layer: nn.Module = nn.Linear(4, 4)) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def test_a_default_of_a_function_of_the_class_may_be_a_part_without_tensors() -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    twice = nn.Sequential(Activated(), Activated())
+    assert twice[0].first is twice[1].first
+    torch.testing.assert_close(losses_of_fzero(twice, x), losses_of_torch(twice, x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(FzeroError, match=r"^__init__: is a function of the class Shared that holds the original"):
+        fzero.lower(Shared())
+
+
+def test_a_parameter_that_gives_its_dtype_alone_is_not_captured() -> None:
+    """As the first hidden state of a recurrent model, which a loop makes of `next(model.parameters())`."""
+    module, x = Net(), torch.randn(4, 4)
+    params, apply = fzero.lower(module)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        start = module.a.weight.new_zeros(len(x), 4) + torch.full_like(module.b.bias, 0.5) + torch.empty_like(x).fill_(1)
+        return (apply(params, x + start)).square().mean()
+
+    step = fzero.simulate(lambda p, x: fzero.value_and_grad(lambda p: loss(p, x))(p), MESH)
+    value, grads = step(fzero.partition(params, MESH), x)
+    expected, plain = fzero.value_and_grad(loss)(params, x)
+    torch.testing.assert_close(value.mean(), expected)
+    torch.testing.assert_close(tree.leaves(fzero.unpartition(grads)), tree.leaves(plain))
+
+
 def test_a_captured_parameter_of_a_lowered_module_is_an_error() -> None:
     module, x = Net(), torch.ones(4, 4)
     params, apply = fzero.lower(module)
