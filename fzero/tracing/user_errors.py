@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 from fzero.base.errors import FzeroError
@@ -10,6 +11,10 @@ from fzero.base.torch_private import DataDependentOutputException, DynamicOutput
 from fzero.base.user_line import user_line_of_error
 
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
+_BACKWARD = (
+    "backward is called, but a step is a pure function, and its tensors have no .grad",
+    "differentiate with fzero.value_and_grad(loss)(params)",
+)
 _KNOWN = {
     "must override the setup_context": (
         "this torch refuses an `apply = F.apply`, kept from before, of an autograd Function whose forward takes ctx",
@@ -23,10 +28,12 @@ _KNOWN = {
         "torch has no derivative of this higher-order operation under torch.func",
         "compute both branches and choose with torch.where, or take torch.cond and its like out of the loss",
     ),
-    "does not have a grad_fn": (
-        "backward is called, but a step is a pure function, and its tensors have no .grad",
-        "differentiate with fzero.value_and_grad(loss)(params)",
+    "differentiated Tensors does not require grad": (
+        "torch.autograd.grad is called, but torch.func differentiates a step",
+        "write what is differentiated as a function, and call torch.func.grad(fn)(x), also inside of a loss",
     ),
+    "does not have a grad_fn": _BACKWARD,
+    "call backward() outside": _BACKWARD,
     "mutating directly with `.data`": (
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
         "make modules outside of the step",
@@ -61,6 +68,19 @@ _KNOWN = {
 """A part of a message of torch -> the problem and the way out."""
 
 
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+"""The module of torch with all_reduce, all_gather and their like."""
+
+
+def refuse_collective(where: str) -> FzeroError:
+    """The error of a collective of torch.distributed."""
+    return FzeroError(
+        where,
+        "calls a collective of torch.distributed, which would run once, while the step is traced",
+        "call fzero.psum, fzero.pmean or fzero.all_gather with the axis of the mesh, or call it outside of the step",
+    )
+
+
 class NameErrors:
     """A context that turns errors of torch which come from tracing `fn` into an `FzeroError` with the user's line.
 
@@ -84,6 +104,8 @@ class NameErrors:
                 "choose with torch.where, or return the tensor and look at it outside the step",
             ) from error
         if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError, AssertionError)):
+            if any(frame.f_globals.get("__name__") == _COLLECTIVES for frame, _ in walk_tb(tb)):
+                raise refuse_collective(where) from error
             message = str(error)
             for part, (problem, way_out) in _KNOWN.items():
                 if part in message:
