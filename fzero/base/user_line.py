@@ -54,7 +54,8 @@ def place_of_caller(above: int) -> str:
 
 @cache
 def _is_user(file: str) -> bool:
-    return not file.startswith((*_LIBRARIES, sys.base_prefix + os.sep + "lib" + os.sep, "<")) and not file.endswith(_WRAPPER)
+    is_library = file.startswith((*_LIBRARIES, sys.base_prefix + os.sep + "lib" + os.sep, "<"))
+    return not is_library and not file.endswith(_WRAPPER)
 
 
 @lru_cache(maxsize=4096)

@@ -258,12 +258,12 @@ def test_what_cannot_be_rebound_is_refused_by_its_name(name: str) -> None:
 class Activated(nn.Module):
     """Parts without tensors are made once, with the functions of the class."""
 
-    def __init__(self, first: nn.Module = nn.Tanh(), *, last: nn.Module = nn.Sequential(nn.Dropout(0.0), nn.ReLU())):
+    def __init__(self, first: nn.Module = nn.Tanh(), *, last: nn.Module = nn.Sequential(nn.ReLU())):  # noqa: B008
         super().__init__()
         self.a, self.first, self.last = nn.Linear(4, 4), first, last
         self.add_middle()
 
-    def add_middle(self, middle: nn.Module = nn.GELU()) -> None:
+    def add_middle(self, middle: nn.Module = nn.GELU()) -> None:  # noqa: B008
         self.middle, self.name_of_super = middle, super().__repr__
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Activated(nn.Module):
 class Shared(nn.Module):
     """All objects of the class have one layer."""
 
-    def __init__(self, layer: nn.Module = nn.Linear(4, 4)) -> None:
+    def __init__(self, layer: nn.Module = nn.Linear(4, 4)) -> None:  # noqa: B008
         super().__init__()
         self.layer = layer
 
@@ -293,7 +293,7 @@ def test_a_parameter_that_gives_its_dtype_alone_is_not_captured() -> None:
     params, apply = fzero.lower(module)
 
     def loss(params: Any, x: Tensor) -> Tensor:
-        start = module.a.weight.new_zeros(len(x), 4) + torch.full_like(module.b.bias, 0.5) + torch.empty_like(x).fill_(1)
+        start = module.a.weight.new_zeros(len(x), 4) + torch.full_like(module.b.bias, 0.5)
         return (apply(params, x + start)).square().mean()
 
     step = fzero.simulate(lambda p, x: fzero.value_and_grad(lambda p: loss(p, x))(p), MESH)
