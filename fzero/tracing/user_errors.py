@@ -69,7 +69,7 @@ _KNOWN = {
 
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
-"""The module of torch with all_reduce, all_gather and their like."""
+"""The module of torch whose functions are collectives."""
 
 
 def refuse_collective(where: str) -> FzeroError:
@@ -77,7 +77,7 @@ def refuse_collective(where: str) -> FzeroError:
     return FzeroError(
         where,
         "calls a collective of torch.distributed, which would run once, while the step is traced",
-        "call fzero.psum, fzero.pmean or fzero.all_gather with the axis of the mesh, or call it outside of the step",
+        "call fzero.psum, or another collective of fzero, with the axis of the mesh, or call it outside of the step",
     )
 
 

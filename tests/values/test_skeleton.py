@@ -301,6 +301,11 @@ def test_a_parameter_that_gives_its_dtype_alone_is_not_captured() -> None:
     expected, plain = fzero.value_and_grad(loss)(params, x)
     torch.testing.assert_close(value.mean(), expected)
     torch.testing.assert_close(tree.leaves(fzero.unpartition(grads)), tree.leaves(plain))
+    turns = fzero.simulate(lambda p, x: fzero.accumulate(lambda p, x: (loss(p, x), 1.0), 2)(p, x), MESH)
+    turns(fzero.partition(params, MESH), x)
+    uses = fzero.simulate(lambda p, x: fzero.accumulate(lambda p, x: (apply(p, module.a(x)).sum(), 1.0), 2)(p, x), MESH)
+    with pytest.raises(FzeroError, match=r"^a\.weight: the step uses this parameter of a module that was lowered"):
+        uses(fzero.partition(params, MESH), x)
 
 
 def test_a_captured_parameter_of_a_lowered_module_is_an_error() -> None:
