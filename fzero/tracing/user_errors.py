@@ -15,6 +15,10 @@ _BACKWARD = (
     "backward is called, but a step is a pure function, and its tensors have no .grad",
     "differentiate with fzero.value_and_grad(loss)(params)",
 )
+_COPIES = (
+    "Python copies a tensor, or writes it to a file, and a trace has none of its elements",
+    "copy it with .clone(), and save the step's results outside of the step",
+)
 _KNOWN = {
     "must override the setup_context": (
         "this torch refuses an `apply = F.apply`, kept from before, of an autograd Function whose forward takes ctx",
@@ -47,6 +51,16 @@ _KNOWN = {
         "this changes the shape of a tensor in place, beside one that the step captured",
         "make a tensor of that shape",
     ),
+    "WeakValueDictionary": _COPIES,
+    "_share_fd_": _COPIES,
+    "storage of TensorWrapper": _COPIES,
+    "deepcopy protocol": _COPIES,
+    "__deepcopy__() for wrapper": _COPIES,
+    "_nested_tensor_from": (
+        "the step makes a nested tensor, and programs have dense ones",
+        "give rows of one length, and a mask",
+    ),
+    "supported for tensor subclasses": (_NEEDS_VALUES, "compute with torch"),
     "do not have strides": ("the step uses a sparse tensor, and programs have dense ones", "give tensor.to_dense()"),
     "data is not allocated": (_NEEDS_VALUES, "give the numbers as Python numbers"),
     "with unallocated storage": (

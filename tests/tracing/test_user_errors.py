@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,6 +72,41 @@ def test_a_collective_of_torch_is_refused_by_its_line(name: str, in_loss: bool) 
 def test_the_rank_and_the_number_of_ranks_are_numbers() -> None:
     step = fzero.simulate(lambda x: x * dist.get_world_size() + dist.get_rank(), MESH)
     assert step(torch.ones(2)).tolist() == [1, 1]
+
+
+ELEMENTS: dict[str, Change] = {
+    "deepcopy of the batch": copy.deepcopy,
+    "deepcopy": lambda x: copy.deepcopy(x * 2),
+    "save": lambda x: torch.save(x * 2, io.BytesIO()),
+    "pickle": lambda x: pickle.dumps(x * 2),
+    "shared memory": lambda x: (x * 2).share_memory_(),
+    "a function of Python": lambda x: (x * 2).map_(x, lambda a, b: a + b),
+    "a nested tensor": lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("in_loss", [False, True], ids=["behind the loss", "in the loss"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_what_needs_elements_is_refused_by_its_line_or_runs(name: str, in_loss: bool) -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            if in_loss:
+                ELEMENTS[name](x)
+            return (x @ w).square().mean()
+
+        grad = fzero.grad(loss)(w)
+        if not in_loss:
+            ELEMENTS[name](x)
+        return w - grad
+
+    w, x = torch.ones(3, 3), torch.ones(4, 3)
+    try:
+        found = fzero.simulate(step, MESH)(fzero.partition(w, MESH), x)
+    except FzeroError as error:
+        assert error.where.startswith(f"{__file__}:") and error.way_out
+    else:
+        torch.testing.assert_close(fzero.unpartition(found), step(w, x))
 
 
 def penalize(by: Callable[..., Tensor]) -> Change:

@@ -491,3 +491,26 @@ def test_a_number_that_the_step_keeps_in_itself_is_refused() -> None:
     step.count = 0  # type: ignore[attr-defined]
     with pytest.raises(FzeroError, match=r"^step\.count: the step changes it from 0 to 1 "):
         step(torch.ones(2))
+
+
+FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "scripted": torch.jit.script,
+    "of torch.fx": torch.fx.symbolic_trace,
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "DataParallel": nn.DataParallel,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", FORMS)
+def test_a_module_in_another_form_trains_as_the_module_or_is_refused_by_name(name: str) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    expected = losses_of_torch(make(lambda m: None), x)
+    inside = losses_of_fzero(make(lambda m: setattr(m, "b", FORMS[name](m.b))), x)
+    torch.testing.assert_close(inside, expected, rtol=1e-5, atol=1e-6)
+    whole = FORMS[name](make(lambda m: None))
+    if name in ("scripted", "DataParallel"):
+        with pytest.raises(FzeroError, match=r"^(RecursiveScriptModule|DataParallel): .*; give "):
+            fzero.lower(whole)
+    else:
+        torch.testing.assert_close(losses_of_fzero(whole, x), expected, rtol=1e-5, atol=1e-6)
