@@ -124,7 +124,8 @@ class TraceMode(DispatchMode):
                 self._checks.refuse_draw(args[0])
                 raise
         if isinstance(result, Tensor) and result.layout is not torch.strided:
-            raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")
+            problem = f"makes a {result.layout} tensor, and programs have dense ones"
+            raise FzeroError(line, problem, "leave it dense; give an embedding sparse=False")
         if func in _VIEWS:
             _correct_strides(args[0], result, self._repeats.find_last())
         if call is not None:

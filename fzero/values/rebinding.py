@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
@@ -35,6 +36,7 @@ def copy_and_bind(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tenso
     parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers(), *stale)}
     held = {id(value): value for _, value in walk_inside("", module)}
     holding = _find_holders(held, parts)
+    memo.update((id(each), each) for each in list(sys.modules.values()))  # Python has no copies of its modules
     bind = _Binder(memo, holding | parts)
     for each in holding:
         bind.add(held[each])

@@ -142,6 +142,10 @@ REBOUND: dict[str, Callable[[Net], Any]] = {
     "weights in a list": by_weights_in_a_list,
     "a weight in a closure": by_a_weight_in_a_closure,
     "modules used twice": used_twice,
+    "a module of Python": lambda m: (
+        setattr(m, "functions", nn.functional),
+        setattr(m.b, "forward", lambda x: m.functions.linear(x, m.b.weight)),
+    ),
     "one block twice": lambda m: setattr(m, "b", nn.Sequential(*[nn.Sequential(m.b, nn.Tanh())] * 2)),
 }
 
