@@ -1,6 +1,7 @@
 """The user's line: the line of user code that is running, or that an exception comes from; and who calls a function.
 
-User code is every file outside of fzero, torch, optree and the lib folder of the Python installation.
+User code is every file outside of fzero, torch, optree, typing_extensions (whose `deprecated` wraps functions of torch)
+and the lib folder of the Python installation.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 _HELPERS = {"_all_true_or_runtime_assert"}
 """Functions of torch that ask for others, since torch 2.15."""
+_WRAPPER = os.sep + "typing_extensions.py"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     folder + os.sep
@@ -52,7 +54,8 @@ def place_of_caller(above: int) -> str:
 
 @cache
 def _is_user(file: str) -> bool:
-    return not file.startswith((*_LIBRARIES, sys.base_prefix + os.sep + "lib" + os.sep, "<"))
+    is_library = file.startswith((*_LIBRARIES, sys.base_prefix + os.sep + "lib" + os.sep, "<"))
+    return not is_library and not file.endswith(_WRAPPER)
 
 
 @lru_cache(maxsize=4096)

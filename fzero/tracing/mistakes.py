@@ -26,6 +26,7 @@ from fzero.base.torch_private import is_wrapper, storage_key
 from fzero.layout.layout import Leaf
 from fzero.program import ops
 from fzero.program.operation import Node
+from fzero.program.ops.loops import Loop
 from fzero.program.program import Program
 from fzero.program.records import body_of, is_call, record, shares_memory
 from fzero.program.refusals import line_of
@@ -145,8 +146,10 @@ def _find_summed_leaf(program: Program, node: Any) -> Leaf | None:
 
 
 def _report_captured_parameters(program: Program, fn: Callable[..., Any], warn: bool) -> None:
-    """Refuse a captured parameter of a module that was lowered, and warn of others."""
-    captured = {id(value): name for name, value in program.constants.items() if value.requires_grad}
+    """Refuse a captured parameter of a module that was lowered, and warn of others. One whose shape or dtype alone is
+    used, as by `weight.new_zeros(...)`, is none of them."""
+    read = {node.target for node in program.graph.find_nodes(op="get_attr") if _is_read(node)}
+    captured = {id(x): name for name, x in program.constants.items() if x.requires_grad and name in read}
     if not captured:
         return
     found = list(walk("step", fn))
@@ -171,6 +174,20 @@ def _report_captured_parameters(program: Program, fn: Callable[..., Any], warn: 
         "with requires_grad_(False)"
     )
     _log.warning(message, program.name, _list_some(names))
+
+
+def _is_read(node: Node) -> bool:
+    """Whether elements of a value are used, in the bodies of loops too, and not its shape or its dtype alone."""
+    for user in node.users:
+        body = body_of(user)
+        if body is None:
+            is_read = user.op == "output" or not record(user).takes_shape
+        else:
+            inside = [x for x, given in zip(body.placeholders, Loop(*user.args).operands) if given is node]
+            is_read = not inside or any(map(_is_read, inside))
+        if is_read:
+            return True
+    return False
 
 
 def _find_use(program: Program, value: Tensor) -> str:

@@ -34,7 +34,8 @@ class ModuleHooks(ExitStack):
             # With a momentum of 1 the forward computes the statistics of the batch. It does so in copies: autograd
             # saves what the forward writes into, and refuses another write.
             module.running_mean, module.running_var, module.momentum = mean.clone(), var.clone(), 1.0
-        if type(module).forward is nn.TransformerEncoder.forward and module not in self._encoders:
+        forward = getattr(type(module), "forward", None)  # scripted modules have none in their class
+        if forward is nn.TransformerEncoder.forward and module not in self._encoders:
             # A hook of all modules that takes keyword arguments would leave an entry in a table of torch for ever.
             self._encoders.add(module)
             self.enter_context(module.register_forward_hook(_zero_padding, with_kwargs=True))

@@ -28,6 +28,7 @@ from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
 from fzero.tracing.repeats import Repeats
+from fzero.tracing.user_errors import refuse_collective
 from fzero.values import regions
 
 _aten = torch.ops.aten
@@ -123,7 +124,8 @@ class TraceMode(DispatchMode):
                 self._checks.refuse_draw(args[0])
                 raise
         if isinstance(result, Tensor) and result.layout is not torch.strided:
-            raise FzeroError(line, f"makes a {result.layout} tensor, and programs have dense ones", "leave it dense")
+            problem = f"makes a {result.layout} tensor, and programs have dense ones"
+            raise FzeroError(line, problem, "leave it dense; give an embedding sparse=False")
         if func in _VIEWS:
             _correct_strides(args[0], result, self._repeats.find_last())
         if call is not None:
@@ -173,8 +175,8 @@ class _Call(NamedTuple):
 
 
 def _check_call(line: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a random operation with a generator, a write to a captured tensor, and an operation that torch cannot
-    write as Python code.
+    """Refuse a random operation with a generator, a write to a captured tensor, a collective of torch.distributed, and
+    an operation that torch cannot write as Python code.
 
     A generator's draws follow each other in an order, and a program has no such order: passes move and repeat draws.
     A write whose operands are all captured would happen now, and not when the step runs.
@@ -189,5 +191,7 @@ def _check_call(line: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in written):
         problem = f"{record(func).name} writes into it, but a step is a pure function ({line})"
         raise FzeroError("a tensor that the step captured", problem, "give it to the step, and return a new one")
+    if func.namespace == "c10d":
+        raise refuse_collective(line)
     if keyword.iskeyword(overload_name(func)):
         raise FzeroError(line, f"torch cannot trace {func}, whose name is no name in Python", "draw with torch.randint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 from fzero.base.errors import FzeroError
@@ -10,6 +11,14 @@ from fzero.base.torch_private import DataDependentOutputException, DynamicOutput
 from fzero.base.user_line import user_line_of_error
 
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
+_BACKWARD = (
+    "backward is called, but a step is a pure function, and its tensors have no .grad",
+    "differentiate with fzero.value_and_grad(loss)(params)",
+)
+_COPIES = (
+    "Python copies a tensor, or writes it to a file, and a trace has none of its elements",
+    "copy it with .clone(), and save the step's results outside of the step",
+)
 _KNOWN = {
     "must override the setup_context": (
         "this torch refuses an `apply = F.apply`, kept from before, of an autograd Function whose forward takes ctx",
@@ -23,10 +32,12 @@ _KNOWN = {
         "torch has no derivative of this higher-order operation under torch.func",
         "compute both branches and choose with torch.where, or take torch.cond and its like out of the loss",
     ),
-    "does not have a grad_fn": (
-        "backward is called, but a step is a pure function, and its tensors have no .grad",
-        "differentiate with fzero.value_and_grad(loss)(params)",
+    "differentiated Tensors does not require grad": (
+        "torch.autograd.grad is called, but torch.func differentiates a step",
+        "write what is differentiated as a function, and call torch.func.grad(fn)(x), also inside of a loss",
     ),
+    "does not have a grad_fn": _BACKWARD,
+    "call backward() outside": _BACKWARD,
     "mutating directly with `.data`": (
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
         "make modules outside of the step",
@@ -40,6 +51,16 @@ _KNOWN = {
         "this changes the shape of a tensor in place, beside one that the step captured",
         "make a tensor of that shape",
     ),
+    "WeakValueDictionary": _COPIES,
+    "_share_fd_": _COPIES,
+    "storage of TensorWrapper": _COPIES,
+    "deepcopy protocol": _COPIES,
+    "__deepcopy__() for wrapper": _COPIES,
+    "_nested_tensor_from": (
+        "the step makes a nested tensor, and programs have dense ones",
+        "give rows of one length, and a mask",
+    ),
+    "supported for tensor subclasses": (_NEEDS_VALUES, "compute with torch"),
     "do not have strides": ("the step uses a sparse tensor, and programs have dense ones", "give tensor.to_dense()"),
     "data is not allocated": (_NEEDS_VALUES, "give the numbers as Python numbers"),
     "with unallocated storage": (
@@ -59,6 +80,19 @@ _KNOWN = {
     "FakeTensor": (_NEEDS_VALUES, "do it outside of the step"),
 }
 """A part of a message of torch -> the problem and the way out."""
+
+
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+"""The module of torch whose functions are collectives."""
+
+
+def refuse_collective(where: str) -> FzeroError:
+    """The error of a collective of torch.distributed."""
+    return FzeroError(
+        where,
+        "calls a collective of torch.distributed, which would run once, while the step is traced",
+        "call fzero.psum, or another collective of fzero, with the axis of the mesh, or call it outside of the step",
+    )
 
 
 class NameErrors:
@@ -84,6 +118,8 @@ class NameErrors:
                 "choose with torch.where, or return the tensor and look at it outside the step",
             ) from error
         if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError, AssertionError)):
+            if any(frame.f_globals.get("__name__") == _COLLECTIVES for frame, _ in walk_tb(tb)):
+                raise refuse_collective(where) from error
             message = str(error)
             for part, (problem, way_out) in _KNOWN.items():
                 if part in message:

@@ -67,9 +67,10 @@ def _find_policy(context_fn: Callable[..., Any], is_reentrant: bool) -> Policy |
 
 def keep_requires_grad(func: Callable[..., Any], x: Tensor, requires_grad: bool = True) -> Tensor:
     """`requires_grad_`, called by a function mode. Within a gradient of torch.func, which knows what it differentiates,
-    this changes nothing. torch.func itself calls it to begin a gradient."""
-    is_begin = place_of_caller(2).startswith("torch._functorch.")
-    if is_begin or not requires_grad or isinstance(x, Sharded) or depth() == 0:
+    this changes nothing, and `requires_grad_(False)` of a value that has a gradient is an error. torch.func itself
+    calls it to begin a gradient."""
+    is_begin, is_end = place_of_caller(2).startswith("torch._functorch."), x.requires_grad and not requires_grad
+    if is_begin or is_end or isinstance(x, Sharded) or depth() == 0:
         return func(x, requires_grad)
     return x
 

@@ -52,9 +52,10 @@ def lower(module: nn.Module) -> tuple[Tree, Apply]:
     are constants of `apply`.
 
     Raises:
-        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks; for adapters
-            of peft by `target_parameters`; for a module that changes its buffers, here (BatchNorm in training mode) or
-            in `apply` (any other). Lower such a module with `lower_stateful`.
+        FzeroError: for lazy parameters; for parameters with hooks, and modules with full backward hooks; for
+            nn.DataParallel and scripted modules; for adapters of peft by `target_parameters`; for a module that changes
+            its buffers, here (BatchNorm in training mode) or in `apply` (any other). Lower such a module with
+            `lower_stateful`.
     """
     _check_module(module)
     path = next(_iter_statistics(module), None)
@@ -279,6 +280,12 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         problem = f"lower takes an nn.Module, got a {type(module).__name__}"
         raise FzeroError("", problem, "a function of a tree of tensors needs no lowering")
+    if isinstance(module, nn.DataParallel):
+        problem = "divides batches over the devices of one process"
+        raise FzeroError("DataParallel", problem, "give its .module to lower; a step runs on all ranks")
+    if isinstance(module, torch.jit.ScriptModule):
+        problem = "is a scripted module, whose parameters torch cannot replace"
+        raise FzeroError(type(module).__name__, problem, "give the module that was scripted, or one that holds it")
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise FzeroError(path, "this lazy parameter has no shape yet", "run the module once on an example batch")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
@@ -35,6 +36,7 @@ def copy_and_bind(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tenso
     parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers(), *stale)}
     held = {id(value): value for _, value in walk_inside("", module)}
     holding = _find_holders(held, parts)
+    memo.update((id(each), each) for each in list(sys.modules.values()))  # Python has no copies of its modules
     bind = _Binder(memo, holding | parts)
     for each in holding:
         bind.add(held[each])
@@ -150,10 +152,12 @@ def _find_parts(made: nn.Module, parts: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def _find_in_class(cls: type, parts: set[int]) -> Iterator[str]:
-    """The functions of a class, or of one that it is derived from, whose closure holds a part of the module."""
+    """The functions of a class, or of one that it is derived from, whose closure holds a part of the module with a
+    tensor in it. A part without tensors, as in `def __init__(self, activation=nn.ReLU())`, holds no parameter."""
     for key, value in ((key, x) for each in cls.__mro__ for key, x in vars(each).items()):
         is_closure = isinstance(value, FunctionType) and value.__closure__
-        if is_closure and any(id(x) in parts for _, x in walk_inside("", value, _MOST)):
+        held = [x for _, x in walk_inside("", value, _MOST) if id(x) in parts] if is_closure else []
+        if any(isinstance(x, Tensor) for x in held):
             yield key
 
 

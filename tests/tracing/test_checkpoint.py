@@ -257,6 +257,25 @@ def test_to_require_grad_within_a_gradient_changes_nothing() -> None:
     torch.testing.assert_close(fzero.unpartition(grads)["w"], x.sum(0) / 2)  # a mean over ranks
 
 
+def test_to_require_no_grad_within_a_gradient_changes_nothing_where_there_is_none() -> None:
+    """As positions of the Annotated Transformer, which are a part of a buffer."""
+    positions, given = torch.arange(10.0).view(2, 5), fzero.partition({"w": torch.ones(5)}, MESH)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return ((x + positions[:1].requires_grad_(False)).requires_grad_(False) * p["w"]).sum()
+
+    def stop(p: Any, x: Tensor) -> Tensor:
+        return (x * p["w"]).requires_grad_(False).sum()
+
+    x = rows(MESH)
+    grads = fzero.simulate(fzero.grad(loss), MESH)(given, x)
+    expected = (x + positions[:1]).sum(0)
+    torch.testing.assert_close(fzero.unpartition(grads)["w"], expected / 2)  # a mean over ranks
+    torch.testing.assert_close(fzero.grad(loss)({"w": torch.ones(5)}, x)["w"], expected)
+    with pytest.raises(FzeroError, match="requires_grad_"):
+        fzero.simulate(fzero.grad(stop), MESH)(given, x)
+
+
 class Embedded(nn.Module):
     """Layers as models of transformers let them be checkpointed: what goes into the first one gets a gradient."""
 

@@ -142,6 +142,10 @@ REBOUND: dict[str, Callable[[Net], Any]] = {
     "weights in a list": by_weights_in_a_list,
     "a weight in a closure": by_a_weight_in_a_closure,
     "modules used twice": used_twice,
+    "a module of Python": lambda m: (
+        setattr(m, "functions", nn.functional),
+        setattr(m.b, "forward", lambda x: m.functions.linear(x, m.b.weight)),
+    ),
     "one block twice": lambda m: setattr(m, "b", nn.Sequential(*[nn.Sequential(m.b, nn.Tanh())] * 2)),
 }
 
@@ -253,6 +257,59 @@ def test_what_cannot_be_rebound_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(FzeroError, match=message):
         fzero.lower(make(change))[1](fzero.lower(make(change))[0], torch.ones(4, 4))
     GLOBAL.clear()
+
+
+class Activated(nn.Module):
+    """Parts without tensors are made once, with the functions of the class."""
+
+    def __init__(self, first: nn.Module = nn.Tanh(), *, last: nn.Module = nn.Sequential(nn.ReLU())):  # noqa: B008
+        super().__init__()
+        self.a, self.first, self.last = nn.Linear(4, 4), first, last
+        self.add_middle()
+
+    def add_middle(self, middle: nn.Module = nn.GELU()) -> None:  # noqa: B008
+        self.middle, self.name_of_super = middle, super().__repr__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.a(self.first(x))))
+
+
+class Shared(nn.Module):
+    """All objects of the class have one layer."""
+
+    def __init__(self, layer: nn.Module = nn.Linear(4, 4)) -> None:  # noqa: B008
+        super().__init__()
+        self.layer = layer
+
+
+def test_a_default_of_a_function_of_the_class_may_be_a_part_without_tensors() -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    twice = nn.Sequential(Activated(), Activated())
+    assert twice[0].first is twice[1].first
+    torch.testing.assert_close(losses_of_fzero(twice, x), losses_of_torch(twice, x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(FzeroError, match=r"^__init__: is a function of the class Shared that holds the original"):
+        fzero.lower(Shared())
+
+
+def test_a_parameter_that_gives_its_dtype_alone_is_not_captured() -> None:
+    """As the first hidden state of a recurrent model, which a loop makes of `next(model.parameters())`."""
+    module, x = Net(), torch.randn(4, 4)
+    params, apply = fzero.lower(module)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        start = module.a.weight.new_zeros(len(x), 4) + torch.full_like(module.b.bias, 0.5)
+        return (apply(params, x + start)).square().mean()
+
+    step = fzero.simulate(lambda p, x: fzero.value_and_grad(lambda p: loss(p, x))(p), MESH)
+    value, grads = step(fzero.partition(params, MESH), x)
+    expected, plain = fzero.value_and_grad(loss)(params, x)
+    torch.testing.assert_close(value.mean(), expected)
+    torch.testing.assert_close(tree.leaves(fzero.unpartition(grads)), tree.leaves(plain))
+    turns = fzero.simulate(lambda p, x: fzero.accumulate(lambda p, x: (loss(p, x), 1.0), 2)(p, x), MESH)
+    turns(fzero.partition(params, MESH), x)
+    uses = fzero.simulate(lambda p, x: fzero.accumulate(lambda p, x: (apply(p, module.a(x)).sum(), 1.0), 2)(p, x), MESH)
+    with pytest.raises(FzeroError, match=r"^a\.weight: the step uses this parameter of a module that was lowered"):
+        uses(fzero.partition(params, MESH), x)
 
 
 def test_a_captured_parameter_of_a_lowered_module_is_an_error() -> None:
@@ -438,3 +495,26 @@ def test_a_number_that_the_step_keeps_in_itself_is_refused() -> None:
     step.count = 0  # type: ignore[attr-defined]
     with pytest.raises(FzeroError, match=r"^step\.count: the step changes it from 0 to 1 "):
         step(torch.ones(2))
+
+
+FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "scripted": torch.jit.script,
+    "of torch.fx": torch.fx.symbolic_trace,
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "DataParallel": nn.DataParallel,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", FORMS)
+def test_a_module_in_another_form_trains_as_the_module_or_is_refused_by_name(name: str) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    expected = losses_of_torch(make(lambda m: None), x)
+    inside = losses_of_fzero(make(lambda m: setattr(m, "b", FORMS[name](m.b))), x)
+    torch.testing.assert_close(inside, expected, rtol=1e-5, atol=1e-6)
+    whole = FORMS[name](make(lambda m: None))
+    if name in ("scripted", "DataParallel"):
+        with pytest.raises(FzeroError, match=r"^(RecursiveScriptModule|DataParallel): .*; give "):
+            fzero.lower(whole)
+    else:
+        torch.testing.assert_close(losses_of_fzero(whole, x), expected, rtol=1e-5, atol=1e-6)
