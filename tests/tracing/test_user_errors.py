@@ -24,10 +24,14 @@ Change = Callable[[Tensor], Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A process group of this process alone, as a program has it that was written for DistributedDataParallel."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A process group of this process alone, as a program has it that was written for DistributedDataParallel. A trainer
+    of another test may have left one."""
+    is_own = not dist.is_initialized()
+    if is_own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if is_own:
+        dist.destroy_process_group()
 
 
 COLLECTIVES: dict[str, Change] = {
