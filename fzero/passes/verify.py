@@ -135,7 +135,7 @@ def _check_writes_of(program: Program, node: Node, given: dict[object, str], sen
             raise FzeroError(
                 given[memory],
                 f"{name_of(node)} writes into it, but a step is a pure function{line_of(node)}",
-                "write the operation without its trailing underscore, or clone first"
+                "write it without its trailing underscore, or clone first: leaf.full_tensor().clone() of a leaf"
                 if in_place
                 else "give the operation a clone, and return the clone",
             )

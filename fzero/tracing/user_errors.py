@@ -115,7 +115,7 @@ class NameErrors:
             raise FzeroError(
                 where,
                 "Python needs a value, or a shape, that is only known when the step runs",
-                "choose with torch.where, or return the tensor and look at it outside the step",
+                "choose with torch.where(condition, a, b), or return the tensor and look at it outside the step",
             ) from error
         if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError, AssertionError)):
             if any(frame.f_globals.get("__name__") == _COLLECTIVES for frame, _ in walk_tb(tb)):

@@ -24,8 +24,8 @@ Change = Callable[[Tensor], Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A process group of this process alone, as a program has it that was written for DistributedDataParallel. A trainer
-    of another test may have left one."""
+    """A process group of this process alone, as a program has it that was written for DistributedDataParallel; that of
+    a trainer which another test has left."""
     is_own = not dist.is_initialized()
     if is_own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

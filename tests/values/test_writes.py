@@ -119,6 +119,18 @@ def test_another_write_is_refused(step: Step, message: str, stage: int) -> None:
         fzero.simulate(step, MESH, stage=stage)(fzero.partition(params(), MESH), torch.ones(3, 4))
 
 
+def test_the_way_out_of_a_write_through_a_view_is_what_plain_torch_computes() -> None:
+    def step(p: Params, whole: Callable[[Tensor], Tensor]) -> Params:
+        new = whole(p["w"]).clone()
+        new.view(-1).add_(1)
+        return {**p, "w": p["w"] * new}
+
+    with pytest.raises(FzeroError, match=r"write it without .* or clone first: leaf\.full_tensor\(\)\.clone\(\)"):
+        fzero.simulate(lambda p: step(p, lambda w: w), MESH)(fzero.partition(params(), MESH))
+    found = fzero.simulate(lambda p: step(p, lambda w: w.full_tensor()), MESH)(fzero.partition(params(), MESH))
+    torch.testing.assert_close(fzero.unpartition(found), step(params(), lambda w: w))
+
+
 def move_statistics(p: Params, x: Tensor) -> Params:
     """Batch norm of a weight: the statistics are the same on every rank."""
     mean, var = p["b"] * 1, p["b"].clone()
