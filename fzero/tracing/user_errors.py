@@ -10,6 +10,11 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from fzero.base.user_line import user_line_of_error
 
+_CHOICES = "choose with torch.where(condition, a, b), or return the tensor and look at it outside the step"
+_MASKS = (
+    "keep all elements, and weigh them: torch.where(mask, x, 0), (x * mask).sum() / mask.sum(), or a cross entropy's "
+    "ignore_index"
+)
 _NEEDS_VALUES = "this needs the values of a tensor, which a trace does not have"
 _BACKWARD = (
     "backward is called, but a step is a pure function, and its tensors have no .grad",
@@ -112,11 +117,9 @@ class NameErrors:
             return
         where = user_line_of_error(tb) or getattr(self.fn, "__name__", "step")
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-            raise FzeroError(
-                where,
-                "Python needs a value, or a shape, that is only known when the step runs",
-                "choose with torch.where(condition, a, b), or return the tensor and look at it outside the step",
-            ) from error
+            problem = "Python needs a value, or a shape, that is only known when the step runs"
+            way_out = _MASKS if isinstance(error, DynamicOutputShapeException) else _CHOICES
+            raise FzeroError(where, problem, way_out) from error
         if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError, AssertionError)):
             if any(frame.f_globals.get("__name__") == _COLLECTIVES for frame, _ in walk_tb(tb)):
                 raise refuse_collective(where) from error

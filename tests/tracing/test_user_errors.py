@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn import functional as with_gradients
+from torch.nn import functional as F
 
 import fzero
 from fzero.base.errors import FzeroError
@@ -111,6 +112,34 @@ def test_what_needs_elements_is_refused_by_its_line_or_runs(name: str, in_loss: 
         assert error.where.startswith(f"{__file__}:") and error.way_out
     else:
         torch.testing.assert_close(fzero.unpartition(found), step(w, x))
+
+
+MASKS: dict[str, tuple[Change, Change]] = {
+    "elements of a mask": (lambda y: y[y > 0].mean(), lambda y: (y * (y > 0)).sum() / (y > 0).sum()),
+    "rows of a mask": (lambda y: y[y[:, 0] > 0].sum(), lambda y: torch.where(y[:, :1] > 0, y, 0).sum()),
+    "masked_select": (lambda y: y.masked_select(y > 0).sum(), lambda y: torch.where(y > 0, y, 0).sum()),
+    "where": (lambda y: y[torch.where(y > 0)].sum(), lambda y: torch.where(y > 0, y, 0).sum()),
+    "rows that count": (
+        lambda y: F.cross_entropy(y[y[:, 0] > 0], torch.ones(int((y[:, 0] > 0).sum()), dtype=torch.long)),
+        lambda y: F.cross_entropy(y, torch.where(y[:, 0] > 0, 1, -100)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_refused_by_its_line_and_its_way_out_is_what_plain_torch_computes(name: str) -> None:
+    taken, weighed = MASKS[name]
+    w, x = torch.linspace(-1, 1, 9).view(3, 3), torch.linspace(-2, 1, 12).view(4, 3)
+    one = fzero.VirtualMesh(fsdp=1)
+
+    def step(of: Change) -> Change:
+        return lambda w: fzero.value_and_grad(lambda w: of(x @ w))(w)
+
+    with pytest.raises(FzeroError) as error:
+        fzero.simulate(step(taken), one)(fzero.partition(w, one))
+    assert error.value.where.startswith(f"{__file__}:") and "torch.where" in error.value.way_out
+    found = fzero.unpartition(fzero.simulate(step(weighed), one)(fzero.partition(w, one)))
+    torch.testing.assert_close(found, step(taken)(w))
 
 
 def penalize(by: Callable[..., Tensor]) -> Change:
