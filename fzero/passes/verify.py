@@ -131,14 +131,12 @@ def check_writes(program: Program) -> None:
 def _check_writes_of(program: Program, node: Node, given: dict[object, str], sending: dict[Node, set[object]]) -> None:
     for memory in map(storage, find_writes(node)):
         if memory in given:
-            in_place = name_of(node).endswith("_")
-            raise FzeroError(
-                given[memory],
-                f"{name_of(node)} writes into it, but a step is a pure function{line_of(node)}",
-                "write it without its trailing underscore, or clone first: leaf.full_tensor().clone() of a leaf"
-                if in_place
-                else "give the operation a clone, and return the clone",
-            )
+            problem = f"{name_of(node)} writes into it, but a step is a pure function{line_of(node)}"
+            way_out = "give the operation a clone, and return the clone"
+            if name_of(node).endswith("_"):
+                way_out = "write the operation without its trailing underscore, or clone first"
+                way_out += ": leaf.full_tensor().clone() of a leaf"
+            raise FzeroError(given[memory], problem, way_out)
         for start, sent in sending.items():
             if memory in sent:
                 raise refuse_node(program, node, f"writes to what {start.name} is sending", "wait for it first")

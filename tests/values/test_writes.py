@@ -125,7 +125,9 @@ def test_the_way_out_of_a_write_through_a_view_is_what_plain_torch_computes() ->
         new.view(-1).add_(1)
         return {**p, "w": p["w"] * new}
 
-    with pytest.raises(FzeroError, match=r"write it without .* or clone first: leaf\.full_tensor\(\)\.clone\(\)"):
+    with pytest.raises(
+        FzeroError, match=r"write the operation without .* or clone first: leaf\.full_tensor\(\)\.clone\(\)"
+    ):
         fzero.simulate(lambda p: step(p, lambda w: w), MESH)(fzero.partition(params(), MESH))
     found = fzero.simulate(lambda p: step(p, lambda w: w.full_tensor()), MESH)(fzero.partition(params(), MESH))
     torch.testing.assert_close(fzero.unpartition(found), step(params(), lambda w: w))
