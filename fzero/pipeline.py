@@ -34,13 +34,14 @@ from fzero.program.open import Template
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.program.readings import Found, Reading, list_tensors, read_all
 from fzero.ranks.agreement import digest
 from fzero.ranks.ranks import Ranks
 from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import Signature, describe_change, describe_changes, is_batch, sign_leaf
+from fzero.tracing.signatures import Signature, describe_change, describe_changes, is_batch, sign_all, sign_leaf
 from fzero.tracing.trace import OpenForm, trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
@@ -51,13 +52,57 @@ MAX_PROGRAMS = 16
 _log = logging.getLogger("fzero")
 
 
+Read = Callable[[Signature, Sequence[Any]], Found | None]
+"""From the signature and the leaves of a call to what readings find in its batch; None where they do not fit."""
+
+
 class _Traced(NamedTuple):
-    """A program as `finish` returned it, its signature, and the values that it took from the step's surroundings."""
+    """A program as `finish` returned it, its signature, with that of what its readings found, and the values that it
+    took from the step's surroundings."""
 
     signature: Signature
     watches: list[Watch]
     finished: Any
     program: Program | None  # None where no trace of its own made it
+    readings: tuple[Reading, ...]
+    read: Read
+
+    @property
+    def lines(self) -> list[str]:
+        """The user's line of each value that readings found."""
+        return [reading.where for reading in self.readings for _ in range(reading.count)]
+
+
+class Prepared(NamedTuple, Generic[T]):
+    """What `finish` returned for a call, and the further arguments: what its readings found in the call's batch."""
+
+    finished: T
+    read: list[Tensor]
+
+
+class _Reader:
+    """Reads the batch of a call, once for all programs of the same readings."""
+
+    def __init__(self, signature: Signature, leaves: Sequence[Any]) -> None:
+        self.signature, self.leaves = signature, leaves
+        self._found: dict[int, Found | None] = {}
+
+    def match(self, known: _Traced) -> Found | None:
+        """What the readings of a program find, where the program is one of this call; else None."""
+        if not known.readings:
+            return [] if known.signature == self.signature else None
+        settings, treedef, leaves = known.signature
+        if (settings, treedef, leaves[: len(self.leaves)]) != self.signature:
+            return None
+        found = self.read(known)
+        return None if found is None or sign_all(self.signature, found) != known.signature else found
+
+    def read(self, known: _Traced) -> Found | None:
+        """What the readings of a program find."""
+        key = id(known.readings)
+        if key not in self._found:
+            self._found[key] = known.read(self.signature, self.leaves)
+        return self._found[key]
 
 
 class Pipeline(Generic[T]):
@@ -128,11 +173,15 @@ class Pipeline(Generic[T]):
                     return run_passes(replace(resolved, is_spare=True), list_passes_of(self.passes))
 
     def _trace(
-        self, args: tuple[Any, ...], symbols: Symbols | None = None, shapes: Mapping[int, OpenForm] | None = None
+        self,
+        args: tuple[Any, ...],
+        symbols: Symbols | None = None,
+        shapes: Mapping[int, OpenForm] | None = None,
+        given: Found | None = None,
     ) -> tuple[Program, Program]:
         """The program of a trace, and with its loops rolled."""
         with forget_casts():
-            traced = trace(self.fn, args, self.on.mesh, symbols, shapes, self._model_axes)
+            traced = trace(self.fn, args, self.on.mesh, symbols, shapes, self._model_axes, given=given)
             traced = replace(dequantize(traced), measured=self._measured)
             marked = traced
             if isinstance(self.passes, Plan):
@@ -162,7 +211,12 @@ class Pipeline(Generic[T]):
             self._forget()
 
     def prepare(self, leaves: list[Any], treedef: tree.TreeDef) -> T:
-        """The finished program for these arguments, from the cache where their signature is known. Raises as `program`.
+        """The finished program for these arguments. Raises as `program`."""
+        return self.find(leaves, treedef).finished
+
+    def find(self, leaves: list[Any], treedef: tree.TreeDef) -> Prepared[T]:
+        """The finished program for these arguments, from the cache where their signature is known, and its further
+        arguments. Raises as `program`.
 
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
@@ -173,21 +227,24 @@ class Pipeline(Generic[T]):
         except Exception:  # a tensor without strides
             self._check(leaves, treedef)
             raise
-        signature = find_ambient(), treedef, described
+        signature: Signature = (find_ambient(), treedef, described)
+        reader = _Reader(signature, leaves)
         for i, known in enumerate(self._cache):
-            if known.signature == signature and all(value.is_unchanged for value in known.watches):
+            found = reader.match(known)
+            if found is not None and all(value.is_unchanged for value in known.watches):
                 self._cache.insert(0, self._cache.pop(i))
-                return known.finished
+                return Prepared(known.finished, list_tensors(found))
         self._check(leaves, treedef)
         with pause_garbage_collection():
-            made = self._find_general(signature) or self._make(signature, leaves)
+            made, found = self._find_general(reader) or self._make(reader)
         self._cache.insert(0, made)
         del self._cache[self.limit :]
-        return made.finished
+        return Prepared(made.finished, list_tensors(found))
 
-    def _make(self, signature: Signature, leaves: list[Any]) -> _Traced:
-        """The program of a signature that no program in memory fits: from a file, of a trace with open sizes, or of a
-        trace of its own."""
+    def _make(self, reader: _Reader) -> tuple[_Traced, Found]:
+        """The program of a call that no program in memory fits: from a file, of a trace with open sizes, or of a trace
+        of its own. Also returns what its readings find."""
+        signature, leaves = reader.signature, reader.leaves
         settings, treedef, _ = signature
         entry = None
         if self._stored is not None:
@@ -196,49 +253,67 @@ class Pipeline(Generic[T]):
             )
             found = self._read(entry, signature)
             if isinstance(found, Program):
-                return self._finish(signature, found)
-            if found is not None and (made := self._add(found, signature)) is not None:
+                return self._finish(reader, found)
+            if found is not None and (made := self._add(found, reader)) is not None:
                 return made
         args = tree.unflatten(treedef, leaves)
+        expected = self._expect(reader)
         with disable_autocast():
-            generalize = partial(self._generalize, signature, args)
+            generalize = partial(self._generalize, reader, expected, args)
             general = entry.trace_general(generalize) if entry else generalize()
-        if general is not None and (made := self._add(general, signature)) is not None:
+        if general is not None and (made := self._add(general, reader)) is not None:
             return made
         if self._cache:
-            self._report(signature)
+            self._report(sign_all(signature, expected))
         trace_now = partial(self.program, args)
         try:
             program = entry.trace(trace_now) if entry else trace_now()
         except Exception:
             self._generals.forget_try(signature)
             raise
-        return self._finish(signature, program)
+        return self._finish(reader, program)
 
-    def _generalize(self, signature: Signature, args: tuple[Any, ...]) -> General | None:
+    def _expect(self, reader: _Reader) -> Found:
+        """What the readings of another call's program find in the batch of this one: a guess, which a trace corrects."""
+        like = (x for x in self._cache if x.readings and x.signature[1] == reader.signature[1])
+        return next((found for x in like if (found := reader.read(x)) is not None), [])
+
+    def _generalize(self, reader: _Reader, expected: Found, args: tuple[Any, ...]) -> General | None:
         """A general program that a trace with open sizes gives: at once of sizes that the user named, else of those in
         which calls have differed. None where there is none."""
-        how = partial(self._trace_open, signature, args), self.passes, self._finish_template
+        signature = sign_all(reader.signature, expected)
+        how = partial(self._trace_open, signature, args, expected), self.passes, self._finish_template
         places = self._dynamic.find_places(signature) if self._dynamic else ()
-        if places and (general := self._generals.open(signature, places, *how)) is not None:
-            return general
-        known = [(x.signature, x.program) for x in self._cache if x.program is not None]
-        return self._generals.trace(signature, known, *how)
+        general = self._generals.open(signature, places, *how) if places else None
+        if general is None:
+            known = [(x.signature, x.program) for x in self._cache if x.program is not None]
+            general = self._generals.trace(signature, known, *how)
+        if general is None:
+            return None
+        found = general.read(reader.signature, reader.leaves)
+        return general if found is not None and sign_all(reader.signature, found) == signature else None
 
-    def _finish(self, signature: Signature, program: Program) -> _Traced:
-        watches = self._watch(program)
+    def _finish(self, reader: _Reader, program: Program) -> tuple[_Traced, Found]:
+        watches, readings = self._watch(program), program.readings
+        found = read_all(readings, reader.leaves)
         with disable_autocast():
-            return _Traced(signature, watches, self.finish(self.on, program), program)
+            finished = self.finish(self.on, program)
+        signature = sign_all(reader.signature, found)
+        return _Traced(signature, watches, finished, program, readings, partial(_read, readings)), found
 
-    def _add(self, general: General, signature: Signature) -> _Traced | None:
-        """Keep a general program for further signatures. The program of this one, None where it does not fit."""
+    def _add(self, general: General, reader: _Reader) -> tuple[_Traced, Found] | None:
+        """Keep a general program for further signatures. The program of this call, None where it does not fit."""
         self._generals.add(general, self._watch(general.program))
-        return self._find_general(signature)
+        return self._find_general(reader)
 
-    def _find_general(self, signature: Signature) -> _Traced | None:
+    def _find_general(self, reader: _Reader) -> tuple[_Traced, Found] | None:
         with disable_autocast():
-            found = self._generals.find(signature)
-        return found and _Traced(signature, found[1], found[0], None)
+            made = self._generals.find(reader.signature, reader.leaves)
+        if made is None:
+            return None
+        finished, general, found = made
+        signature, readings = sign_all(reader.signature, found), general.program.readings
+        return _Traced(signature, general.watches, finished, None, readings, general.read), found
 
     def _read(self, entry: CallFiles | None, signature: Signature) -> Program | General | None:
         """The program of a signature from a file, or else a general one, where all ranks have the same."""
@@ -266,12 +341,17 @@ class Pipeline(Generic[T]):
         return self._finish_open(self.on, template) or (lambda sizes: self.finish(self.on, template.fill(sizes)))
 
     def _trace_open(
-        self, signature: Signature, args: tuple[Any, ...], symbols: Symbols | None, shapes: Mapping[int, OpenForm]
+        self,
+        signature: Signature,
+        args: tuple[Any, ...],
+        expected: Found,
+        symbols: Symbols | None,
+        shapes: Mapping[int, OpenForm],
     ) -> Program:
         why = _explain(self._cache, signature, False) if self._cache else "dynamic names them"
         how = "with open sizes" if symbols else "at other sizes, to be compared with that"
         _log.info("%s is traced %s: %s", self._name, how, why)
-        traced, rolled = self._trace(args, symbols, shapes)
+        traced, rolled = self._trace(args, symbols, shapes, None if symbols else expected)
         return traced if isinstance(self.passes, Budget) else resolve(rolled)
 
     def _sign(self, leaf: Any) -> Any:
@@ -302,6 +382,14 @@ class Pipeline(Generic[T]):
                 check_argument(f"argument {tree.dotted(key)}", leaf)
         if self._dynamic is not None:
             self._dynamic.find_places((None, treedef, [self._sign(leaf) for leaf in leaves]))
+
+
+def _read(readings: Sequence[Reading], signature: Signature, leaves: Sequence[Any]) -> Found | None:
+    """What readings of given sizes find; None where one raises: those of another call may."""
+    try:
+        return read_all(readings, leaves)
+    except Exception:
+        return None
 
 
 def place_state(program: Program, values: Sequence[Any], settle: Callable[[], None] = lambda: None) -> list[Any]:
@@ -365,9 +453,10 @@ def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:
         if known.signature == signature:
             changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
             return f"it reads {changed}, which changed since its last trace; give it as an argument"
+    read = cache[0].lines
     if is_full:
-        return describe_changes([known.signature for known in cache], signature)
-    count, change = len(cache), describe_change(cache[0].signature, signature)
+        return describe_changes([known.signature for known in cache], signature, read)
+    count, change = len(cache), describe_change(cache[0].signature, signature, read)
     if not change:
         return f"settings such as autocast differ from the {count} seen"
     return f"its arguments differ from the {count} seen, {change}"

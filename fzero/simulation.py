@@ -177,13 +177,19 @@ class Simulation:
                 the same on all of them; where a call before noted a problem in the state (`fzero.base.flags`).
         """
         leaves, treedef = tree.flatten(args)
-        program = self._prepare(treedef, leaves)
-        leaves += order_pass_state(program, pass_state, self._pipeline.on)
-        given = place_state(program, [x for x in leaves if isinstance(x, Tensor)])
-        placed = iter(_separate(program, given))
-        leaves = [next(placed) if isinstance(x, Tensor) else x for x in leaves]
+        program, read = self._find(treedef, leaves)
+        state = order_pass_state(program, pass_state, self._pipeline.on)
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        behind = len(given)  # where what readings found stands
+        given = place_state(program, [*given, *read[0], *state])
         self._flags.read(list_flags(program, given))
+        placed = _separate(program, given)
+        del placed[behind : behind + len(read[0])]
+        rows = iter(placed)
+        leaves = [next(rows) if isinstance(x, Tensor) else x for x in (*leaves, *state)]
         arguments = self._place_arguments(treedef, leaves)
+        for row, own in zip(arguments, read):
+            row[behind:behind] = own
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()
@@ -199,6 +205,18 @@ class Simulation:
         """The program of a call with these arguments, from the cache where they are of known shapes."""
         with self._name_cuts(treedef, leaves):
             return self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
+
+    def _find(self, treedef: tree.TreeDef, leaves: list[Any]) -> tuple[Program, list[list[Tensor]]]:
+        """The program of a call, and what its readings find in the batch of each rank."""
+        with self._name_cuts(treedef, leaves):
+            program, read = self._pipeline.find(self._select_rank(0, treedef, leaves), treedef)
+            found = [read]
+            for seat in self._seats[1:] if program.readings else ():
+                other, read = self._pipeline.find(self._select_rank(seat.number, treedef, leaves), treedef)
+                if other is not program:
+                    raise FzeroError(program.name, f"rank {seat.number} reads something else in its batch", "todo")
+                found.append(read)
+        return program, found
 
     @contextmanager
     def _name_cuts(self, treedef: tree.TreeDef, leaves: list[Any]) -> Iterator[None]:

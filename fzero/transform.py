@@ -319,14 +319,14 @@ class Step:
     def _prepare(
         self, args: tuple[Any, ...], pass_state: Mapping[str, Any] | None
     ) -> tuple[_Compiled, list[Any], list[Tensor]]:
-        """The compiled program for these arguments, the arguments that are tensors or `Sharded`, and their memory.
+        """The compiled program for these arguments, its arguments, which are tensors or `Sharded`, and their memory.
 
         All ranks learn of an error here, so that none waits for this one.
         """
         leaves, treedef = tree.flatten(args)
-        values = [x for x in leaves if isinstance(x, Tensor)]
         try:
-            compiled = self._pipeline.prepare(leaves, treedef)
+            compiled, read = self._pipeline.find(leaves, treedef)
+            values = [*(x for x in leaves if isinstance(x, Tensor)), *read]
             if pass_state is not None or compiled.program.pass_state:
                 values += order_pass_state(compiled.program, pass_state, self._on)
             self._flags.read(list_flags(compiled.program, values))

@@ -279,6 +279,13 @@ class TraceGraph:
         node.meta["val"] = value
         return node
 
+    def emit_further_argument(self, name: str, value: Any) -> Any:
+        """A new node for an argument of the function, behind its other arguments."""
+        arguments = self.graph.find_nodes(op="placeholder")
+        behind = self.graph.inserting_after(arguments[-1]) if arguments else self.graph.inserting_before()
+        with behind:
+            return self.emit_argument(name, value)
+
     def emit_item(self, items: Any, i: int, value: Any) -> Any:
         """A new node that takes an item of the value of another one."""
         return self._create(operator.getitem, (items, i), {}, operator.getitem, value)

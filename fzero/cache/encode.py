@@ -30,7 +30,7 @@ LARGEST = 4096
 """The most elements of a tensor that a file holds."""
 _TABLES = ("arguments", "results", "out_tree", "layouts", "mesh", "measured", "noted", "pass_state", "reduce_dtypes",
            "remarks", "plan", "is_body", "model_axes")  # fmt: skip
-_APART = {"name", "graph", "constants", "fake_mode", "read", "open", "is_spare"}
+_APART = {"name", "graph", "constants", "fake_mode", "read", "open", "readings", "is_spare"}
 assert {x.name for x in fields(Program)} == {*_TABLES, *_APART}
 
 
@@ -55,6 +55,8 @@ class ProgramWriter:
     def _write(self, program: Program) -> Any:
         if program.open is not None:
             raise Undescribed("the program", "has open sizes")
+        if program.readings:
+            raise Undescribed(program.readings[0].where, "reads elements of the batch")
         rows, numbers = [], dict[Any, int]()
         for node in program.graph.nodes:
             rows.append(self._write_node(node, numbers))

@@ -23,7 +23,8 @@ from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
 from fzero.program import ops
 from fzero.program.open import Open, Template, fill_reference, find_difference, make_template
 from fzero.program.program import Program
-from fzero.tracing.signatures import Signature, is_batch
+from fzero.program.readings import Found, flatten
+from fzero.tracing.signatures import Signature, is_batch, sign_all, sign_leaf
 from fzero.tracing.trace import OpenForm
 from fzero.tracing.watches import Watch
 
@@ -143,6 +144,23 @@ class General:
             keep(scheduled.template)
         self._keep = keep
 
+    def read(self, signature: Signature, leaves: Sequence[Any]) -> Found | None:
+        """What the program's readings find in the batch of a call with these leaves; None where the call differs in
+        anything but sizes, and where a reading raises."""
+        settings, treedef, own = signature
+        found = Found()
+        for reading in self.program.readings:
+            count = len(leaves) + len(flatten(found))
+            described = [*own, *map(sign_leaf, flatten(found)), *self.sizes.signature[2][count:]]
+            sizes = self.sizes.find((settings, treedef, described), count)
+            if isinstance(sizes, str):
+                return None
+            try:
+                found.append(reading.read([*leaves, *flatten(found)], sizes))
+            except Exception:  # the step may raise, too
+                return None
+        return found
+
     def find_sizes(self, signature: Signature) -> list[int] | str:
         """The open sizes of a call. Where the program does not fit the call, the reason."""
         sizes = self.sizes.find(signature)
@@ -152,6 +170,10 @@ class General:
         if broken is None and self.schedule is None and not any(self._serves(x, sizes) for x in self._templates):
             return f"its file has no schedule for sizes of {sizes}"
         return broken or sizes
+
+    def fits(self, signature: Signature) -> bool:
+        """Whether the program is one for a signature."""
+        return not isinstance(self.find_sizes(signature), str)
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes."""
@@ -286,17 +308,21 @@ class Generals:
         self._found: list[General] = []  # used last first
         self._tries = Counter[Any]()  # by the structure of the arguments
 
-    def find(self, signature: Signature) -> tuple[Any, list[Watch]] | None:
-        """What `Finish` makes of the program of a signature, and what it depends on, where a general program fits. None
-        where none does."""
+    def find(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Any, General, Found] | None:
+        """What `Finish` makes of the program of a call, with the general program that fits it, and what its readings
+        find. None where none fits."""
         self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
         for i, general in enumerate(self._found):
-            sizes = general.find_sizes(signature)
+            found = general.read(signature, leaves)
+            if found is None:
+                continue
+            whole = sign_all(signature, found)
+            sizes = general.find_sizes(whole)
             finished = None if isinstance(sizes, str) else general.finish(sizes)
-            sizes = general.find_sizes(signature)  # again: passes that schedule for these sizes may ask, too
+            sizes = general.find_sizes(whole)  # again: passes that schedule for these sizes may ask, too
             if not isinstance(sizes, str):
                 self._found.insert(0, self._found.pop(i))
-                return finished, general.watches
+                return finished, general, found
             _log.debug("%s does not fit: %s", self.name, sizes)
         return None
 
@@ -314,11 +340,12 @@ class Generals:
         finish: Finish,
     ) -> General | None:
         """A new general program, where one of the programs `known`, which were traced at other signatures, differs in
-        sizes only, and no general program fits it. None where there is none."""
-        like = [x for x in known if find_changes(x[0], signature) and self._is_apart(x[0])][:2]
+        sizes only, and no general program that fits it has all of these open. None where there is none."""
+        like = [x for x in known if self._is_apart(x[0], signature)][:2]
 
         def make() -> General:
-            general = trace_general(trace, rewrite, finish, signature, [each for each, _ in like])
+            fitting = (x.sizes.signature for x in self._found if any(x.fits(each) for each, _ in like))
+            general = trace_general(trace, rewrite, finish, signature, [*(each for each, _ in like), *fitting])
             check_general(general, like)
             return general
 
@@ -355,6 +382,8 @@ class Generals:
             _log.debug("%s is traced for each shape: %s", self.name, error)
             return None
 
-    def _is_apart(self, signature: Signature) -> bool:
-        """Whether no general program fits a signature."""
-        return all(isinstance(general.find_sizes(signature), str) for general in self._found)
+    def _is_apart(self, known: Signature, signature: Signature) -> bool:
+        """Whether a known signature differs from a new one in sizes only, and no general program that fits the known
+        one has all of these open."""
+        changes = find_changes(known, signature)
+        return bool(changes) and not any(x.fits(known) and x.sizes.has(changes) for x in self._found)

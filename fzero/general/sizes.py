@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int
     """The dimensions of batches in which two signatures differ -> both sizes. None where anything else differs, and
     where a size is below `LEAST`. Strides that follow from sizes do not count. Where rows lie in longer ones, as in
     `tokens[:, :-1]`, the stride from row to row does."""
-    if known[:2] != new[:2]:
+    if known[:2] != new[:2] or len(known[2]) != len(new[2]):
         return None
     found: dict[Place, tuple[int, int]] = {}
     for i, (a, b) in enumerate(zip(known[2], new[2])):
@@ -60,8 +60,9 @@ class Sizes(NamedTuple):
     signature: Signature
     places: tuple[tuple[Place, ...], ...]
 
-    def find(self, signature: Signature) -> list[int] | str:
-        """The sizes of a call. Where the call differs in anything else, the reason."""
+    def find(self, signature: Signature, known: int | None = None) -> list[int] | str:
+        """The sizes of a call. Where the call differs in anything else, the reason. Behind the leaf `known` the
+        signature is this one's, and says nothing about sizes that stand at other places too."""
         changes = find_changes(self.signature, signature)
         if changes is None:
             return "other arguments than sizes of batches differ"
@@ -69,11 +70,16 @@ class Sizes(NamedTuple):
             return "another size changes"
         sizes: list[int] = []
         for places in self.places:
-            found = {find_size(signature, place) for place in places}
+            said = [place for place in places if known is None or place[0] < known] or places
+            found = {find_size(signature, place) for place in said}
             if len(found) > 1:
                 return f"sizes that were equal differ: {sorted(found)}"
             sizes += found
         return sizes
+
+    def has(self, places: Iterable[Place]) -> bool:
+        """Whether all of these places are open."""
+        return {place for own in self.places for place in own}.issuperset(places)
 
     def count(self, sizes: Sequence[int]) -> int:
         """The product of those that are no strides: a number that grows with the elements of batches."""

@@ -31,6 +31,7 @@ from fzero.program.operation import Node
 from fzero.program.peak import Memory
 from fzero.program.plan import Plan
 from fzero.program.rates import Rates, guess_rates
+from fzero.program.readings import Reading
 from fzero.program.records import comm_of, find_bodies, record, shares_memory
 from fzero.program.refusals import refuse_emit
 from fzero.program.signature import Argument, Result
@@ -62,6 +63,7 @@ class Program(LayoutTable):
     * `remarks` are lines about the program, for its listing and its report.
     * `is_body` says that the program is what a loop runs once for each turn, and no step of its own.
     * `open` says which sizes are open, and None for a program of given sizes (`fzero.program.open`).
+    * `readings` compute the last arguments from the others in front of each step (`fzero.program.readings`).
     * `is_spare`: nothing else holds the graph, which the pass that was given the program may change (`take`).
     """
 
@@ -84,6 +86,7 @@ class Program(LayoutTable):
     is_body: bool = False
     model_axes: tuple[str, ...] = ()
     open: Open | None = None
+    readings: tuple[Reading, ...] = ()
     is_spare: bool = False
 
     def copy(self) -> Program:
@@ -97,7 +100,7 @@ class Program(LayoutTable):
 
     def begin_body(self, graph: fx.Graph) -> Program:
         """A program without arguments and results: `graph` becomes the body of one of this program's loops."""
-        empty: Any = dict.fromkeys(("arguments", "results", "pass_state", "read", "remarks"), ())
+        empty: Any = dict.fromkeys(("arguments", "results", "pass_state", "read", "readings", "remarks"), ())
         return replace(self, name="turn", graph=graph, constants={}, plan=None, is_body=True, is_spare=False, **empty)
 
     def __repr__(self) -> str:

@@ -15,6 +15,7 @@ from fzero.ranks.performer import MovePerformer
 from fzero.tracing import custom_ops, higher_order
 from fzero.tracing.checks import Checks
 from fzero.tracing.kinds import Kinds
+from fzero.tracing.readings import Readings
 from fzero.tracing.rewrites import REWRITES
 from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
@@ -29,12 +30,13 @@ class CallMode(TorchFunctionMode):
     * a function of `REWRITES` is what stands there;
     * a higher-order operator of torch is what `higher_order` says, or is refused;
     * a custom operation has its derivative under torch.func;
+    * `x.tolist()` is what `readings` say, where the batch alone decides it;
     * `checks` knows which function is running.
     """
 
-    def __init__(self, kinds: Kinds, checks: Checks, on: MovePerformer) -> None:
+    def __init__(self, kinds: Kinds, checks: Checks, readings: Readings, on: MovePerformer) -> None:
         super().__init__()
-        self._kinds, self._checks, self._on = kinds, checks, on
+        self._kinds, self._checks, self._readings, self._on = kinds, checks, readings, on
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,6 +51,8 @@ class CallMode(TorchFunctionMode):
         if name in ("numpy", "__array__"):
             problem = "numpy reads the elements of a tensor, which a trace does not have"
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
+        if func is Tensor.tolist and (found := self._readings.read_list(args[0])) is not None:
+            return found[0]
         if name in REWRITES and "out" not in kwargs:
             if "input" in kwargs:  # torch's name of the first argument
                 kwargs = dict(kwargs)

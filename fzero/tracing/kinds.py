@@ -29,6 +29,11 @@ class Kinds:
         self._fixed = {None, *map(storage, program.placeholders)}  # the memory that a step may not write into
         self._last: Node = program.placeholders[-1] if program.placeholders else None
 
+    def note_argument(self, node: Node) -> None:
+        """Note a further argument of the trace, which ranks compute from their batches."""
+        self._walk.note(node, self._walk.per_rank)
+        self._fixed.add(storage(node))
+
     def node_of(self, x: Tensor) -> Node | None:
         """The node of a traced tensor; None for a tensor that the step captured and has not used yet."""
         return self._traced.node_of(x)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
+from fzero.program.readings import Found, flatten
 from fzero.tracing.watches import describe_value
 from fzero.values.sharded import Form, Sharded
 
@@ -29,32 +30,43 @@ def sign_leaf(leaf: Any) -> Any:
     return describe_value(leaf)
 
 
-def describe_change(known: Any, signature: Any) -> str:
-    """The first argument in which two signatures differ, with both values of a constant. "" where only settings
-    differ."""
+def sign_all(signature: Signature, found: Found) -> Signature:
+    """The signature of a call with what readings found in its batch."""
+    settings, treedef, leaves = signature
+    return settings, treedef, [*leaves, *map(sign_leaf, flatten(found))]
+
+
+def _name_all(treedef: tree.TreeDef, read: Sequence[str]) -> list[str]:
+    """A name for each position of a signature. `read` are the lines of what readings found."""
+    return [*(f"argument {tree.dotted(path)}" for path in tree.keys(treedef)), *(f"what is read at {x}" for x in read)]
+
+
+def describe_change(known: Any, signature: Any, read: Sequence[str] = ()) -> str:
+    """The first argument in which two signatures differ, with both values of a constant, or the first value that was
+    read at the lines `read`. "" where only settings differ."""
     (_, before, old), (_, treedef, new) = known, signature
     if before != treedef:
         mismatch = tree.mismatch(before, treedef)
         return f"argument {mismatch.where}: {mismatch.problem}"
-    changed = ((tree.dotted(path), _format_all([a, b])) for path, a, b in zip(tree.keys(treedef), old, new) if a != b)
-    return next((f"argument {path}: was {was}, is {now}" for path, (was, now) in changed), "")
+    changed = ((name, _format_all([a, b])) for name, a, b in zip(_name_all(treedef, read), old, new) if a != b)
+    return next((f"{name}: was {was}, is {now}" for name, (was, now) in changed), "")
 
 
-def describe_changes(known: Sequence[Any], signature: Any) -> str:
+def describe_changes(known: Sequence[Any], signature: Any, read: Sequence[str] = ()) -> str:
     """The argument that differs most often among signatures, with some of its shapes or values, and the way out."""
     _, treedef, new = signature
-    rows = [new, *(leaves for _, other, leaves in known if other == treedef)]
+    rows = [new, *(leaves for _, other, leaves in known if other == treedef and len(leaves) == len(new))]
     columns = [[x for i, x in enumerate(column) if x not in column[:i]] for column in zip(*rows)]
     most = max(range(len(columns)), key=lambda i: len(columns[i]), default=None)
     if most is None or len(columns[most]) == 1:
-        return describe_change(known[0], signature) or "settings such as autocast keep changing"
-    path, seen = tree.dotted(tree.keys(treedef)[most]), columns[most]
+        return describe_change(known[0], signature, read) or "settings such as autocast keep changing"
+    name, seen = _name_all(treedef, read)[most], columns[most]
     shapes = list(dict.fromkeys(str(list(x[0])) for x in seen if is_batch(x)))
     if len(shapes) > 1:
         way_out = "round its lengths up a few fixed ones, as the ladder of fzero.data.loader does"
-        return f"argument {path} had {len(shapes)} shapes, {_list_some(shapes)}; {way_out}, or give max_programs"
+        return f"{name} had {len(shapes)} shapes, {_list_some(shapes)}; {way_out}, or give max_programs"
     values = _format_all(seen)
-    return f"argument {path} had {len(values)} forms, {_list_some(values)}; give what changes as a tensor of one shape"
+    return f"{name} had {len(values)} forms, {_list_some(values)}; give what changes as a tensor of one shape"
 
 
 def is_batch(described: Any) -> bool:

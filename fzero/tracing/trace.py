@@ -48,6 +48,7 @@ from fzero.tracing.layers import Layers, Unlike
 from fzero.tracing.loops import TurnRecorder
 from fzero.tracing.module_hooks import ModuleHooks
 from fzero.tracing.numbers import inline_numbers
+from fzero.tracing.readings import Readings
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.side_effects import SideEffects
 from fzero.tracing.state_results import pair_results, take_state
@@ -132,6 +133,7 @@ def trace(
     shapes: Mapping[int, OpenForm] | None = None,
     model_axes: tuple[str, ...] = (),
     copies: bool = True,
+    given: Sequence[Sequence[Any]] | None = None,
 ) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
@@ -139,6 +141,8 @@ def trace(
     constants of the program.
 
     With `symbols` the program is open: `shapes` has, by the position of a leaf, a shape and strides with open sizes.
+    Behind the leaves are the positions of what readings find. `given` are the values of readings, for a trace of other
+    sizes than those of `args`.
 
     With `copies` equal layers are traced once (`Layers`). The program is the same without.
 
@@ -147,8 +151,8 @@ def trace(
     """
     import_tracer()
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
-    make = partial(_Trace, fn, args, mesh, symbols, model_axes)
-    this, traced = _record(make, copies, shapes or {})
+    make = partial(_Trace, fn, args, mesh, symbols, shapes or {}, model_axes, given)
+    this, traced = _record(make, copies)
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
     captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
@@ -161,24 +165,24 @@ def trace(
     return program
 
 
-def _record(make: Callable[..., _Trace], copies: bool, shapes: Mapping[int, OpenForm]) -> tuple[_Trace, fx.GraphModule]:
+def _record(make: Callable[..., _Trace], copies: bool) -> tuple[_Trace, fx.GraphModule]:
     """A trace that came to its end, and its graph. One that fails is made again: without copies of layers where there
     were some; then as code that no compiler reads, for libraries that do without a default in front of a compiler."""
     this = make(copies)
     try:
-        return this, this.record(shapes)
+        return this, this.record()
     except (Exception, Unlike) as error:
         found = error
     if this.has_borders:
         this = make(copies=False)
         try:
-            return this, this.record(shapes)
+            return this, this.record()
         except Exception as error:
             found = error
     if isinstance(found, Exception) and not isinstance(found, FzeroError):
         this = make(copies=False, is_compiling=False)
         try:
-            return this, this.record(shapes)
+            return this, this.record()
         except FzeroError as error:
             raise error from found
         except Exception:  # what failed first is what the user's code says
@@ -195,13 +199,17 @@ class _Trace:
         args: tuple[Any, ...],
         mesh: VirtualMesh,
         symbols: Symbols | None,
+        shapes: Mapping[int, OpenForm],
         model_axes: tuple[str, ...],
+        given: Sequence[Sequence[Any]] | None,
         copies: bool,
         is_compiling: bool = True,
     ) -> None:
         self.fn, self.tracer, self._model_axes, self._copies = fn, Tracer(mesh), model_axes, copies
+        self._shapes, self._given = shapes, given
         self._is_compiling = is_compiling
         self._layers: Layers | None = None
+        self._readings: Readings | None = None
         self.open = None if symbols is None else Open(symbols, tuple(symbols.examples))
         environment = None if symbols is None else symbols.env
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
@@ -220,6 +228,7 @@ class _Trace:
         self._results: list[Result] = []
         self._read: list[Tensor] = []
         self._noted: list[Noted] = []
+        self._make_fakes = partial(_make_fakes, self.fake_mode, {})
 
     @property
     def has_borders(self) -> bool:
@@ -228,10 +237,11 @@ class _Trace:
 
     def describe(self, graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
         """The program of a graph, with what has been found by now."""
+        read = self._readings
         return Program(
             name=getattr(self.fn, "__name__", type(self.fn).__name__),
             graph=graph,
-            arguments=self._arguments,
+            arguments=(*self._arguments, *(read.arguments if read else ())),
             results=tuple(self._results),
             out_tree=self._out_def,
             layouts=self.tracer.layouts,
@@ -243,13 +253,19 @@ class _Trace:
             noted=tuple(flag.make for flag in self._noted),
             model_axes=self._model_axes,
             open=self.open,
+            readings=tuple(read.found) if read else (),
         )
 
-    def record(self, shapes: Mapping[int, OpenForm]) -> fx.GraphModule:
+    def _begin_reading(self, graph: fx.Graph, constants: dict[str, Tensor]) -> Program:
+        """A program that a reading computes."""
+        opened = self.open and Open(self.open.symbols, self.open.reference)
+        empty: Any = dict.fromkeys(("arguments", "results", "read", "noted", "readings"), ())
+        return replace(self.describe(graph, constants), name="reading", open=opened, **empty)
+
+    def record(self) -> fx.GraphModule:
         """The graph of the function."""
-        given = [(shapes.get(i), leaf) for i, leaf in enumerate(self.leaves) if _is_tensor(leaf)]
-        make = partial(_make_fakes, self.fake_mode, {})
-        fakes = [make(leaf, opened) for opened, leaf in given]
+        given = [(self._shapes.get(i), leaf) for i, leaf in enumerate(self.leaves) if _is_tensor(leaf)]
+        fakes = [self._make_fakes(leaf, opened) for opened, leaf in given]
         with one_trace, self.surround():
             return make_graph(lambda: self.run(fakes))
 
@@ -266,12 +282,17 @@ class _Trace:
         given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
+        symbols = self.open and self.open.symbols
+        readings = self._readings = Readings(
+            traced, kinds, leaves, self._arguments, self._make_fakes, self._shapes, symbols, self._given,
+            self._begin_reading,
+        )  # fmt: skip
         name, repeats = getattr(self.fn, "__name__", "step"), Repeats(traced, self.fake_mode)
         progress = Progress("tracing", name, "operations")
         layers = self._layers = Layers(traced, repeats, lambda: self._count(mode)) if self._copies else None
         with (
-            TraceMode(checks, repeats, progress, self.open is not None) as mode,
-            CallMode(kinds, checks, tracer),
+            TraceMode(checks, readings, repeats, progress, self.open is not None) as mode,
+            CallMode(kinds, checks, readings, tracer),
             ModuleHooks(),
             record_layers(layers),
         ):
@@ -294,8 +315,8 @@ class _Trace:
 
     def _count(self, mode: TraceMode) -> Any:
         """Numbers that change where the step does more than to record operations of torch."""
-        tracer = self.tracer
-        lists: tuple[Any, ...] = (mode.read, self._noted, tracer.layouts, tracer.reduce_dtypes, self.recorder.turns)
+        tracer, read = self.tracer, self._readings.found if self._readings else []
+        lists: tuple[Any, ...] = (mode.read, read, self._noted, tracer.layouts, tracer.reduce_dtypes, self.recorder.turns)
         return tracer.writes, *(len(x) for x in lists)
 
     @contextmanager

@@ -15,6 +15,7 @@ from fzero.base.progress import Progress
 from fzero.base.torch_private import (
     DataDependentOutputException,
     DispatchMode,
+    DynamicOutputShapeException,
     FakeTensor,
     has_known_value,
     no_dispatch,
@@ -27,6 +28,7 @@ from fzero.base.user_line import current_user_line
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
+from fzero.tracing.readings import Readings
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.user_errors import refuse_collective
 from fzero.values import regions
@@ -64,7 +66,8 @@ class TraceMode(DispatchMode):
     * has the mark of the present `regions`,
     * does not have a result computed at trace time, or a kind of zeros that a trace loses.
 
-    `checks` answers where torch's own code asks for the truth of a traced tensor.
+    `checks` answers where torch's own code asks for the truth of a traced tensor, and `readings` where the batch alone
+    decides a value or a shape.
 
     `read` lists the captured tensors whose elements Python has read: these stand in the program as numbers. With
     `is_open` sizes torch's Python code for operations is run: its kernels ask for the values of sizes.
@@ -75,9 +78,11 @@ class TraceMode(DispatchMode):
 
     supports_higher_order_operators = True  # torch asks this mode about them, and it refuses them
 
-    def __init__(self, checks: Checks, repeats: Repeats, progress: Progress, is_open: bool = False) -> None:
+    def __init__(
+        self, checks: Checks, readings: Readings, repeats: Repeats, progress: Progress, is_open: bool = False
+    ) -> None:
         super().__init__()
-        self._checks, self._repeats, self._progress = checks, repeats, progress
+        self._checks, self._readings, self._repeats, self._progress = checks, readings, repeats, progress
         self.read: list[Tensor] = []
         self._dispatch = dispatch_in_python if is_open else nullcontext
 
@@ -121,8 +126,16 @@ class TraceMode(DispatchMode):
         except DataDependentOutputException:
             result = self._checks.answer(func, args, kwargs)
             if result is None:
-                self._checks.refuse_draw(args[0])
+                found = self._readings.read_value(func, args, kwargs)
+                if found is None:
+                    self._checks.refuse_draw(args[0])
+                    raise
+                return found[0]
+        except DynamicOutputShapeException:
+            result = self._readings.read_rows(func, args, kwargs)
+            if result is None:
                 raise
+            return result
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             problem = f"makes a {result.layout} tensor, and programs have dense ones"
             raise FzeroError(line, problem, "leave it dense; give an embedding sparse=False")
