@@ -31,7 +31,7 @@ from fzero.passes import defaults, resolve
 from fzero.passes.run import name_of_pass, run_passes
 from fzero.ranks.live import live
 from fzero.tracing.trace import trace
-from fzero.transform import _Lines
+from fzero.linked import Lines
 
 VOCABULARY = 512
 SIZES = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -83,7 +83,7 @@ def take_apart(layers: int, batch: Tensor, mesh: Any) -> Seconds:
         for rewrite in defaults(stage=3):
             program = measure(seconds, name_of_pass(rewrite), run_passes, program, [rewrite])
     measure(seconds, "code", link, program, on)
-    lines = measure(seconds, "agreement", _Lines, program, [])
+    lines = measure(seconds, "agreement", Lines, program, [])
     values = [x for x in fzero.tree.leaves(args) if isinstance(x, (Tensor, fzero.Sharded))]
     measure(seconds, "agreement", lines.agree, on.members, values)
     seconds["nodes"] = len(program.graph.nodes)

@@ -33,7 +33,8 @@ from torch.nn import functional
 import fzero
 from fzero.passes import defaults
 from fzero.passes.run import Pass
-from fzero.pipeline import Pipeline, copy_aliases
+from fzero.given import copy_aliases
+from fzero.pipeline import Pipeline
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual
 from fzero.returned import Returned

@@ -8,40 +8,36 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any, Generic, TypeVar
 
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, find_ambient, forget_casts
 from fzero.base.errors import FzeroError
 from fzero.base.executed_code import leave_out_code
-from fzero.base.flags import Flag
 from fzero.base.garbage import pause_garbage_collection
-from fzero.base.sizes import format_size
 from fzero.base.symbols import Symbols
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan, mark_trace
 from fzero.cache.programs import Call, CallFiles, StoredPrograms
-from fzero.files import address_of, duplicate
 from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.programs import General, Generals
+from fzero.general.sizes import Sizes, find_changes
+from fzero.general.together import RankCall, Together, find_common_places, find_open_moves, tabulate
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
+from fzero.prepared import Prepared, Reader, Traced, explain, read_call
 from fzero.program.open import Template
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
-from fzero.program.readings import Found, Reading, list_tensors, read_all
+from fzero.program.readings import Found, list_tensors, read_all
 from fzero.ranks.agreement import digest
 from fzero.ranks.ranks import Ranks
-from fzero.state.move import move
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import Signature, describe_change, describe_changes, is_batch, sign_all, sign_leaf
+from fzero.tracing.signatures import Signature, is_batch, sign_all, sign_leaf
 from fzero.tracing.trace import OpenForm, trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
@@ -50,59 +46,6 @@ T = TypeVar("T")
 MAX_PROGRAMS = 16
 """How many programs a step keeps, unless the user says otherwise."""
 _log = logging.getLogger("fzero")
-
-
-Read = Callable[[Signature, Sequence[Any]], Found | None]
-"""From the signature and the leaves of a call to what readings find in its batch; None where they do not fit."""
-
-
-class _Traced(NamedTuple):
-    """A program as `finish` returned it, its signature, with that of what its readings found, and the values that it
-    took from the step's surroundings."""
-
-    signature: Signature
-    watches: list[Watch]
-    finished: Any
-    program: Program | None  # None where no trace of its own made it
-    readings: tuple[Reading, ...]
-    read: Read
-
-    @property
-    def lines(self) -> list[str]:
-        """The user's line of each value that readings found."""
-        return [reading.where for reading in self.readings for _ in range(reading.count)]
-
-
-class Prepared(NamedTuple, Generic[T]):
-    """What `finish` returned for a call, and the further arguments: what its readings found in the call's batch."""
-
-    finished: T
-    read: list[Tensor]
-
-
-class _Reader:
-    """Reads the batch of a call, once for all programs of the same readings."""
-
-    def __init__(self, signature: Signature, leaves: Sequence[Any]) -> None:
-        self.signature, self.leaves = signature, leaves
-        self._found: dict[int, Found | None] = {}
-
-    def match(self, known: _Traced) -> Found | None:
-        """What the readings of a program find, where the program is one of this call; else None."""
-        if not known.readings:
-            return [] if known.signature == self.signature else None
-        settings, treedef, leaves = known.signature
-        if (settings, treedef, leaves[: len(self.leaves)]) != self.signature:
-            return None
-        found = self.read(known)
-        return None if found is None or sign_all(self.signature, found) != known.signature else found
-
-    def read(self, known: _Traced) -> Found | None:
-        """What the readings of a program find."""
-        key = id(known.readings)
-        if key not in self._found:
-            self._found[key] = known.read(self.signature, self.leaves)
-        return self._found[key]
 
 
 class Pipeline(Generic[T]):
@@ -141,10 +84,11 @@ class Pipeline(Generic[T]):
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
         self._finish_open, self._restores_open, self._model_axes = finish_open, restores_open, model_axes
-        self._cache: list[_Traced] = []  # used last first
+        self._cache: list[Traced] = []  # used last first
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._dynamic = None if dynamic is None else Dynamic(dynamic, fn)
         self._generals = Generals(self._name)
+        self._together: Together | None = None
         self._stored = None if cache is None else StoredPrograms(cache, self._name)
         self._has_warned = False
         self._measured: Rates | None = None
@@ -201,7 +145,7 @@ class Pipeline(Generic[T]):
 
     def _forget(self) -> None:
         self._cache.clear()
-        self._generals = Generals(self._name)
+        self._generals, self._together = Generals(self._name), None
 
     def _lie_with(self, leaves: Sequence[Any]) -> None:
         """Let state lie along the axes of the mesh that `partition` cut it over."""
@@ -222,13 +166,7 @@ class Pipeline(Generic[T]):
         which Python compares by identity first.
         """
         self._lie_with(leaves)
-        try:
-            described = [self._sign(leaf) for leaf in leaves]
-        except Exception:  # a tensor without strides
-            self._check(leaves, treedef)
-            raise
-        signature: Signature = (find_ambient(), treedef, described)
-        reader = _Reader(signature, leaves)
+        reader = Reader(self._describe(leaves, treedef), leaves)
         for i, known in enumerate(self._cache):
             found = reader.match(known)
             if found is not None and all(value.is_unchanged for value in known.watches):
@@ -241,7 +179,65 @@ class Pipeline(Generic[T]):
         del self._cache[self.limit :]
         return Prepared(made.finished, list_tensors(found))
 
-    def _make(self, reader: _Reader) -> tuple[_Traced, Found]:
+    def _describe(self, leaves: list[Any], treedef: tree.TreeDef) -> Signature:
+        try:
+            return find_ambient(), treedef, [self._sign(leaf) for leaf in leaves]
+        except Exception:  # a tensor without strides
+            self._check(leaves, treedef)
+            raise
+
+    @property
+    def is_together(self) -> bool:
+        """Whether batches of ranks had other sizes."""
+        return self._together is not None
+
+    def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[Prepared[T]]:
+        """`find` for the leaves of each rank of this process. Where the batches of ranks have had other sizes, by one
+        schedule for all ranks: then a collective."""
+        if self._together is not None:
+            for leaves in rows:
+                self._lie_with(leaves)
+            calls = [RankCall(self._describe(leaves, treedef), leaves) for leaves in rows]
+            with disable_autocast(), pause_garbage_collection():
+                found = self._together.find(calls)
+            if found is not None:
+                return [Prepared(finished, list_tensors(read), is_together=True) for finished, read in found]
+        return [self.find(leaves, treedef) for leaves in rows]
+
+    def open_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> str | None:
+        """Let `find_together` find one schedule for calls that differ in the sizes of batches, behind `find` of each.
+        A collective. Where there is none, the reason, on all ranks."""
+        readers = [Reader(self._describe(leaves, treedef), leaves) for leaves in rows]
+        signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
+        before = [x.signature for x in self._cache] + (
+            [self._together.general.sizes.signature] if self._together else []
+        )
+        like = [x for x in before if find_changes(x, signatures[0])]
+        places = find_common_places(self.on, [tabulate(x) for x in (*signatures, *like)], self._name)
+        if isinstance(places, str):
+            return places
+        why = self._open(readers[0], Sizes(signatures[0], places), tree.unflatten(treedef, rows[0]))
+        if self.on.find_largest(int(why is not None), f"a program of {self._name} for batches of other sizes"):
+            self._together = None
+            return why or "another rank says why"
+        return None
+
+    def _open(self, reader: Reader, sizes: Sizes, args: tuple[Any, ...]) -> str | None:
+        """Make the program of `find_together`. Where there is none, the reason."""
+        expected = self._expect(reader)
+        how = partial(self._trace_open, sizes.signature, args, expected), self.passes, self._finish_template
+        with disable_autocast(), pause_garbage_collection():
+            general = self._generals.open(sizes.signature, sizes.places, *how, again=True)
+        if general is None:
+            return self._generals.why
+        node = find_open_moves([general.program])
+        if node is not None:
+            return f"{node.meta['stack_trace']}: {node} moves values between ranks whose shapes differ"
+        general.watches = self._watch(general.program)
+        self._together = Together(general, self.on, self._name, self.limit)
+        return None
+
+    def _make(self, reader: Reader) -> tuple[Traced, Found]:
         """The program of a call that no program in memory fits: from a file, of a trace with open sizes, or of a trace
         of its own. Also returns what its readings find."""
         signature, leaves = reader.signature, reader.leaves
@@ -273,12 +269,12 @@ class Pipeline(Generic[T]):
             raise
         return self._finish(reader, program)
 
-    def _expect(self, reader: _Reader) -> Found:
-        """What the readings of another call's program find in the batch of this one: a guess, which a trace corrects."""
+    def _expect(self, reader: Reader) -> Found:
+        """What the readings of another call's program find in this call's batch: a guess, which a trace corrects."""
         like = (x for x in self._cache if x.readings and x.signature[1] == reader.signature[1])
         return next((found for x in like if (found := reader.read(x)) is not None), [])
 
-    def _generalize(self, reader: _Reader, expected: Found, args: tuple[Any, ...]) -> General | None:
+    def _generalize(self, reader: Reader, expected: Found, args: tuple[Any, ...]) -> General | None:
         """A general program that a trace with open sizes gives: at once of sizes that the user named, else of those in
         which calls have differed. None where there is none."""
         signature = sign_all(reader.signature, expected)
@@ -293,27 +289,27 @@ class Pipeline(Generic[T]):
         found = general.read(reader.signature, reader.leaves)
         return general if found is not None and sign_all(reader.signature, found) == signature else None
 
-    def _finish(self, reader: _Reader, program: Program) -> tuple[_Traced, Found]:
+    def _finish(self, reader: Reader, program: Program) -> tuple[Traced, Found]:
         watches, readings = self._watch(program), program.readings
         found = read_all(readings, reader.leaves)
         with disable_autocast():
             finished = self.finish(self.on, program)
         signature = sign_all(reader.signature, found)
-        return _Traced(signature, watches, finished, program, readings, partial(_read, readings)), found
+        return Traced(signature, watches, finished, program, readings, partial(read_call, readings)), found
 
-    def _add(self, general: General, reader: _Reader) -> tuple[_Traced, Found] | None:
+    def _add(self, general: General, reader: Reader) -> tuple[Traced, Found] | None:
         """Keep a general program for further signatures. The program of this call, None where it does not fit."""
         self._generals.add(general, self._watch(general.program))
         return self._find_general(reader)
 
-    def _find_general(self, reader: _Reader) -> tuple[_Traced, Found] | None:
+    def _find_general(self, reader: Reader) -> tuple[Traced, Found] | None:
         with disable_autocast():
             made = self._generals.find(reader.signature, reader.leaves)
         if made is None:
             return None
         finished, general, found = made
         signature, readings = sign_all(reader.signature, found), general.program.readings
-        return _Traced(signature, general.watches, finished, None, readings, general.read), found
+        return Traced(signature, general.watches, finished, None, readings, general.read), found
 
     def _read(self, entry: CallFiles | None, signature: Signature) -> Program | General | None:
         """The program of a signature from a file, or else a general one, where all ranks have the same."""
@@ -348,7 +344,7 @@ class Pipeline(Generic[T]):
         symbols: Symbols | None,
         shapes: Mapping[int, OpenForm],
     ) -> Program:
-        why = _explain(self._cache, signature, False) if self._cache else "dynamic names them"
+        why = explain(self._cache, signature, False) if self._cache else "dynamic names them"
         how = "with open sizes" if symbols else "at other sizes, to be compared with that"
         _log.info("%s is traced %s: %s", self._name, how, why)
         traced, rolled = self._trace(args, symbols, shapes, None if symbols else expected)
@@ -370,7 +366,7 @@ class Pipeline(Generic[T]):
             return
         self._has_warned = is_full
         does = f"has {self.limit} programs, and drops one for each further one" if is_full else "is traced again"
-        _log.warning("%s %s: %s", self._name, does, _explain(self._cache, signature, is_full))
+        _log.warning("%s %s: %s", self._name, does, explain(self._cache, signature, is_full))
 
     def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
         """Refuse state of another mesh, leaves that a trace cannot see into, and sizes that the user excluded."""
@@ -382,84 +378,6 @@ class Pipeline(Generic[T]):
                 check_argument(f"argument {tree.dotted(key)}", leaf)
         if self._dynamic is not None:
             self._dynamic.find_places((None, treedef, [self._sign(leaf) for leaf in leaves]))
-
-
-def _read(readings: Sequence[Reading], signature: Signature, leaves: Sequence[Any]) -> Found | None:
-    """What readings of given sizes find; None where one raises: those of another call may."""
-    try:
-        return read_all(readings, leaves)
-    except Exception:
-        return None
-
-
-def place_state(program: Program, values: Sequence[Any], settle: Callable[[], None] = lambda: None) -> list[Any]:
-    """The arguments `values` of a program's step, with state where the program has it. State that lies elsewhere is
-    moved, after `settle`. The objects stay the same; one that stands for several arguments is moved for each."""
-    places = {i: x.place for i, x in enumerate(program.arguments) if x.bucket is not None}
-    away = [i for i, place in places.items() if values[i].place != place]
-    if not away:
-        return list(values)
-    moved, seen = list(values), {id(x) for i, x in enumerate(values) if i not in away}
-    for i in away:
-        if id(moved[i]) in seen:
-            moved[i] = Sharded.of_form(moved[i].local, moved[i].form, moved[i].origin)
-        seen.add(id(moved[i]))
-    settle()
-    nbytes = sum(moved[i].local.nbytes for i in away)
-    _log.info("%s moves %s of state to where its memory budget has it", program.name, format_size(nbytes))
-    move({i: moved[i] for i in away}, places)
-    return moved
-
-
-def copy_aliases(values: Sequence[Tensor], donated: Sequence[int]) -> list[Tensor]:
-    """The tensors of arguments, with a copy of each donated tensor that the step must not write to: one that lies in
-    memory of another argument, or an inference tensor outside of inference mode."""
-    tensors = [value.local if isinstance(value, Sharded) else value for value in values]
-    if not donated:
-        return tensors
-    pointers = [address_of(tensor) if tensor.numel() else None for tensor in tensors]
-    written = [pointers[i] for i in donated]
-    # a batch may be a view of state
-    storages = [x.untyped_storage() for x, value in zip(tensors, values) if x is value]
-    batches = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
-    is_shared = len({*pointers} - {None}) < len(pointers) - pointers.count(None)
-    is_batch = any(pointer is not None and _is_within(pointer, batches) for pointer in written)
-    is_frozen = not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in donated)
-    if is_shared or is_batch or is_frozen:
-        taken = set(donated)
-        kept = {pointer for i, pointer in enumerate(pointers) if i not in taken}
-        for i, pointer in zip(donated, written):
-            if (pointer is not None and (pointer in kept or _is_within(pointer, batches))) or is_frozen:
-                tensors[i] = duplicate(tensors[i])
-            kept.add(pointer)
-    return tensors
-
-
-def _is_within(address: tuple[str, int], batches: Sequence[range]) -> bool:
-    """Whether an address is one of memory that a batch lies in."""
-    file, start = address
-    return not file and any(start in batch for batch in batches)
-
-
-def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:
-    """The flags among the arguments `values` of a program's step."""
-    given = [(flag, values[i]) for i, flag in program.flags]
-    return [flag(value.local if isinstance(value, Sharded) else value) for flag, value in given]
-
-
-def _explain(cache: list[_Traced], signature: Any, is_full: bool) -> str:
-    """Why none of the programs in `cache` fits arguments of this signature; for a full cache, what keeps changing."""
-    for known in cache:
-        if known.signature == signature:
-            changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
-            return f"it reads {changed}, which changed since its last trace; give it as an argument"
-    read = cache[0].lines
-    if is_full:
-        return describe_changes([known.signature for known in cache], signature, read)
-    count, change = len(cache), describe_change(cache[0].signature, signature, read)
-    if not change:
-        return f"settings such as autocast differ from the {count} seen"
-    return f"its arguments differ from the {count} seen, {change}"
 
 
 def _refuse_mesh(leaf: Sharded, on: Ranks) -> FzeroError:

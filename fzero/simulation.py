@@ -26,17 +26,13 @@ from fzero.budget.fit import Rewrite
 from fzero.execution.lockstep import Seat, Watch, run, seats
 from fzero.files import OnDisk, address_of, allocate, duplicate
 from fzero.general.dynamic import Ranges
+from fzero.given import list_flags, place_state
 from fzero.layout.layout import Layout
 from fzero.layout.parts import take_part
 from fzero.options import choose_rewrite, find_plan_of
 from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
-from fzero.pipeline import (
-    MAX_PROGRAMS,
-    Pipeline,
-    list_flags,
-    place_state,
-)
+from fzero.pipeline import MAX_PROGRAMS, Pipeline
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
@@ -115,6 +111,7 @@ class Simulation:
             passes,
             lambda on, program: program,
             max_programs,
+            lambda on, template: template.fill,
             model_axes=model_axes,
             dynamic=dynamic,
         )
@@ -177,7 +174,8 @@ class Simulation:
                 the same on all of them; where a call before noted a problem in the state (`fzero.base.flags`).
         """
         leaves, treedef = tree.flatten(args)
-        program, read = self._find(treedef, leaves)
+        own, read = self._find(treedef, leaves)
+        program = own[0]
         state = order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, Tensor)]
         behind = len(given)  # where what readings found stands
@@ -193,7 +191,7 @@ class Simulation:
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()
-        outputs = run(program, arguments, watch)
+        outputs = run(program, arguments, watch, own if len(own) > 1 else ())
         with disable_autocast():  # as in the program, whose casts are nodes
             rows = zip(program.tensor_results, zip(*outputs))
             joined = [self._join(program, result, list(row)) for result, row in rows]
@@ -206,17 +204,25 @@ class Simulation:
         with self._name_cuts(treedef, leaves):
             return self._pipeline.prepare(self._select_rank(0, treedef, leaves), treedef)
 
-    def _find(self, treedef: tree.TreeDef, leaves: list[Any]) -> tuple[Program, list[list[Tensor]]]:
-        """The program of a call, and what its readings find in the batch of each rank."""
+    def _find(self, treedef: tree.TreeDef, leaves: list[Any]) -> tuple[list[Program], list[list[Tensor]]]:
+        """The program of a call, or that of each rank where their sizes differ, and what readings find in the batch of
+        each rank."""
+        pipeline = self._pipeline
         with self._name_cuts(treedef, leaves):
-            program, read = self._pipeline.find(self._select_rank(0, treedef, leaves), treedef)
-            found = [read]
-            for seat in self._seats[1:] if program.readings else ():
-                other, read = self._pipeline.find(self._select_rank(seat.number, treedef, leaves), treedef)
-                if other is not program:
-                    raise FzeroError(program.name, f"rank {seat.number} reads something else in its batch", "todo")
-                found.append(read)
-        return program, found
+            if not pipeline.is_together:
+                program = pipeline.find(self._select_rank(0, treedef, leaves), treedef).finished
+                if not program.readings:
+                    return [program], [[]] * len(self._seats)
+            rows = [self._select_rank(seat.number, treedef, leaves) for seat in self._seats]
+            found = pipeline.find_together(rows, treedef)
+            if len({id(x.finished) for x in found}) > 1 and not found[0].is_together:
+                why = pipeline.open_together(rows, treedef)
+                if why is not None:
+                    raise FzeroError(program.name, f"ranks read other values in their batches, and {why}", "todo")
+                found = pipeline.find_together(rows, treedef)
+        programs = [x.finished for x in found]
+        is_one = all(x is programs[0] for x in programs)
+        return programs[:1] if is_one else programs, [x.read for x in found]
 
     @contextmanager
     def _name_cuts(self, treedef: tree.TreeDef, leaves: list[Any]) -> Iterator[None]:

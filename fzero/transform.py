@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fzero.base import tree
-from fzero.base.ambient import find_ambient
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.flags import FlagReader
 from fzero.base.mesh import find_model_axes, mesh_shape
 from fzero.base.placement import Disk, Placement
-from fzero.base.torch_private import version_of
 from fzero.budget.fit import Rewrite
 from fzero.execution.calibration import calibrate
-from fzero.execution.claims import has_foreign
-from fzero.execution.codegen import Compile, Runner, link, link_open
-from fzero.execution.cuda_graph import Captured, check_mesh, check_program
+from fzero.execution.cuda_graph import Captured, check_mesh
 from fzero.execution.inductor import compile_fragment, compile_open
-from fzero.execution.outline import outline
 from fzero.general.dynamic import Ranges
+from fzero.general.together import ALIKE
+from fzero.given import copy_aliases, list_flags, place_state
+from fzero.linked import Linked, Mode, link_program, link_template
 from fzero.options import choose_rewrite, find_plan_of
 from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
-from fzero.pipeline import MAX_PROGRAMS, Pipeline, copy_aliases, list_flags, place_state
-from fzero.program.open import Template, make_template
+from fzero.pipeline import MAX_PROGRAMS, Pipeline
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
-from fzero.ranks.agreement import agree, digest
+from fzero.ranks.agreement import Differing, agree
 from fzero.ranks.likeness import check_alike
 from fzero.ranks.live import Live, live
-from fzero.ranks.members import Members
 from fzero.report import Report, report_step
-from fzero.returned import Returned
-from fzero.values.origin import MASK, Origin, describe_state, follow
+from fzero.values.origin import Origin
 from fzero.values.sharded import Sharded
 
 MAX_FRAGMENTS = 1024
 """How many compiled fragments a step remembers beside those in its programs: programs share equal fragments."""
-Mode = bool | Literal["graph"]
 
 
 @check_arguments
@@ -138,68 +131,6 @@ def shard(
     return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes, dynamic)
 
 
-class _Compiled(NamedTuple):
-    """A linked program, and the lines that ranks compare before each call. The sizes of `program` may be others than
-    those of `find_program()`."""
-
-    program: Program
-    find_program: Callable[[], Program]
-    run: Runner
-    returned: Returned
-    donated: tuple[int, ...]  # positions among the tensor arguments
-    lines: _Lines
-    trial: _Trial | None
-
-
-class _Trial:
-    """The first call of a program with operations from outside of fzero. `link` returns the runner that holds them to
-    their records. It is another runner, so that later calls pay nothing."""
-
-    def __init__(self, link: Callable[[], Runner]) -> None:
-        self.link, self.is_due = link, True
-
-
-class _Lines:
-    """The lines that must be the same on all ranks for a program to run, and a hash of them.
-
-    A constant is a tensor of the user, who may write to it between two steps. So its line has its present contents.
-    """
-
-    def __init__(self, program: Program, settings: Sequence[str]) -> None:
-        self._program, self._settings, self._find_program = program, settings, lambda: program
-        self._digest = digest([*settings, *program.lines()])
-        self._versions: list[int] | None = None
-        self._constant_lines: list[str] = []
-        self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]
-
-    def at(self, sizes: Sequence[int], find_program: Callable[[], Program]) -> _Lines:
-        """The same for a program that differs in sizes only."""
-        other = copy.copy(self)
-        other._find_program, other._versions = find_program, None
-        other._digest = digest([str(self._digest), *map(str, sizes)])
-        return other
-
-    def agree(
-        self, members: Members, values: Sequence[Any], vote: bool = False, call: Sequence[str] = ()
-    ) -> tuple[bool, Origin]:
-        """`agree` of `fzero.ranks.agreement` on the present lines and on the origins of the state among `values`. Also
-        returns the origin of the state that the program makes of these. `call` is the line of a call that is no
-        step."""
-        versions = [version_of(x) for x in self._program.constants.values()]
-        if versions != self._versions or -1 in versions:  # an inference tensor does not count its changes
-            self._versions, self._constant_lines = versions, self._program.constant_lines()
-            self._number = digest([str(self._digest), *self._constant_lines])
-        origins = [values[i].origin for i, _ in self._state]
-        made = follow(origins, members.agreements)  # so that a call's state differs from that of an equal call before
-        number = self._number ^ digest(call) if call else self._number
-
-        def lines() -> list[str]:
-            program = [*self._settings, *self._find_program().lines()]
-            return [*call, *program, *self._constant_lines, *_list_origins(self._state, origins)]
-
-        return bool(agree(members, (number ^ made) & MASK, lines, vote=vote)), made
-
-
 class Step:
     """A sharded step. Call it like the function it comes from; `trace` returns its `Program` without running it."""
 
@@ -218,8 +149,8 @@ class Step:
         if compile == "graph":
             check_mesh(on)
         self._flags, self._model_axes, remember = FlagReader(), model_axes, functools.lru_cache(MAX_FRAGMENTS)
-        finish = functools.partial(_link, compile, remember(compile_fragment))
-        finish_open = functools.partial(_link_open, compile, remember(compile_open))
+        finish = functools.partial(link_program, compile, remember(compile_fragment))
+        finish_open = functools.partial(link_template, compile, remember(compile_open))
         self._pipeline = Pipeline(
             fn, on, passes, finish, max_programs, finish_open, cache, not compile, model_axes, dynamic
         )
@@ -268,29 +199,58 @@ class Step:
         return create_pass_state(self._pipeline.prepare(*tree.flatten(args)).program, self._on)
 
     def __call__(self, *args: Any, pass_state: Mapping[str, Any] | None = None) -> Any:
-        compiled, values, tensors = self._prepare(args, pass_state)
-        graph = compiled.run if isinstance(compiled.run, Captured) else None
-        moved, trial, run = graph is not None and graph.is_elsewhere(tensors), compiled.trial, compiled.run
-        is_first = trial is not None and trial.is_due
-        has_begun = False
+        call = self._prepare(args, pass_state)
         try:
-            moved, origin = compiled.lines.agree(self._on.members, values, vote=moved or is_first)
+            agreed = self._agree(call)
+        except Differing as error:  # on all ranks
+            self._open_together(args, error)
+            call = self._prepare(args, pass_state)
+            agreed = self._agree(call)
+        return self._run(call, *agreed)
+
+    def _agree(self, call: _Call) -> tuple[bool, Origin]:
+        """Return once all ranks are about to run the same step: whether graphs, or trials, of some rank are due, and
+        the origin of the state that the step makes."""
+        linked, values, tensors = call
+        graph = linked.run if isinstance(linked.run, Captured) else None
+        is_moved = graph is not None and graph.is_elsewhere(tensors)
+        is_due = is_moved or (linked.trial is not None and linked.trial.is_due)
+        try:
+            agreed = linked.lines.agree(self._on.members, values, vote=is_due)
             if self._model_axes:
-                check_alike(self._on, self._model_axes, _list_batch(compiled.program, values))
-            has_begun = True
-            if trial is not None and moved:  # of some rank it is the first call, and all take part in a trial
-                run, trial.is_due = trial.link(), False
-            if graph is not None:
-                graph.prepare(tensors, as_it_is=moved)
-            for i in compiled.donated:
-                values[i].give_up()
-            outputs = run(tensors)
-            self._flags.hold(compiled.returned.list_noted(outputs))
-            return compiled.returned(outputs, values, origin)
+                check_alike(self._on, self._model_axes, _list_batch(linked.program, values))
+            return agreed
         except BaseException as error:
-            if has_begun or not isinstance(error, FzeroError):  # ranks that disagree raise alike
+            if not isinstance(error, FzeroError):  # ranks that disagree raise alike
                 self._on.members.leave("a step", error)
             raise
+
+    def _run(self, call: _Call, is_due: bool, origin: Origin) -> Any:
+        """The results of the step, on which ranks have agreed."""
+        linked, values, tensors = call
+        run, trial = linked.run, linked.trial
+        try:
+            if trial is not None and is_due:  # of some rank it is the first call, and all take part in a trial
+                run, trial.is_due = trial.link(), False
+            if isinstance(linked.run, Captured):
+                linked.run.prepare(tensors, as_it_is=is_due)
+            for i in linked.donated:
+                values[i].give_up()
+            outputs = run(tensors)
+            self._flags.hold(linked.returned.list_noted(outputs))
+            return linked.returned(outputs, values, origin)
+        except BaseException as error:
+            self._on.members.leave("a step", error)
+            raise
+
+    def _open_together(self, args: tuple[Any, ...], error: Differing) -> None:
+        """Let ranks whose batches have other sizes run one schedule; or raise the error that they have come to."""
+        leaves, treedef = tree.flatten(args)
+        why = self._pipeline.open_together([leaves], treedef)
+        if why is not None:
+            if why != ALIKE:
+                error.add_note(f"Batches of ranks may have other sizes, but not here: {why}")
+            raise error
 
     def calibrate(
         self, *args: Any, pass_state: Mapping[str, Any] | None = None, disk: Placement | None = None
@@ -310,86 +270,37 @@ class Step:
         """
         if disk is not None and not isinstance(disk, Disk):
             raise FzeroError("disk", f"is {disk!r}", "give fzero.disk(path)")
-        compiled, values, tensors = self._prepare(args, pass_state)
-        compiled.lines.agree(self._on.members, values, call=["call of step.calibrate"])
-        rates = calibrate(self._on, compiled.find_program(), tensors, disk)
+        linked, values, tensors = self._prepare(args, pass_state)
+        linked.lines.agree(self._on.members, values, call=["call of step.calibrate"])
+        rates = calibrate(self._on, linked.find_program(), tensors, disk)
         self._pipeline.reschedule(rates)
         return rates
 
-    def _prepare(
-        self, args: tuple[Any, ...], pass_state: Mapping[str, Any] | None
-    ) -> tuple[_Compiled, list[Any], list[Tensor]]:
-        """The compiled program for these arguments, its arguments, which are tensors or `Sharded`, and their memory.
-
-        All ranks learn of an error here, so that none waits for this one.
-        """
+    def _prepare(self, args: tuple[Any, ...], pass_state: Mapping[str, Any] | None) -> _Call:
+        """What a call with these arguments runs. All ranks learn of an error here, so that none waits for this one."""
         leaves, treedef = tree.flatten(args)
         try:
-            compiled, read = self._pipeline.find(leaves, treedef)
+            ((linked, read, is_together),) = self._pipeline.find_together([leaves], treedef)
+            if is_together:
+                linked = linked._replace(lines=linked.lines.without_sizes())
             values = [*(x for x in leaves if isinstance(x, Tensor)), *read]
-            if pass_state is not None or compiled.program.pass_state:
-                values += order_pass_state(compiled.program, pass_state, self._on)
-            self._flags.read(list_flags(compiled.program, values))
-            values = place_state(compiled.program, values, self._on.settle)
-            return compiled, values, copy_aliases(values, compiled.donated)
+            if pass_state is not None or linked.program.pass_state:
+                values += order_pass_state(linked.program, pass_state, self._on)
+            self._flags.read(list_flags(linked.program, values))
+            values = place_state(linked.program, values, self._on.settle)
+            return _Call(linked, values, copy_aliases(values, linked.donated))
         except Exception as error:
-            agree(self._on.members, 0, list, error)
+            if error is not self._on.members.told:  # of which the other ranks know
+                agree(self._on.members, 0, list, error)
             raise
 
 
-def _list_origins(state: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> list[str]:
-    """The origin of each argument that is state, one line each."""
-    return [describe_state(path, origin) for (_, path), origin in zip(state, origins)]
+class _Call(NamedTuple):
+    """A call of a step: what runs, the arguments of its program, which are tensors or `Sharded`, and their memory."""
 
-
-def _link(mode: Mode, compile: Compile, on: Live, program: Program) -> _Compiled:
-    """Link a program, compiled by `mode`.
-
-    A function and no method of `Step`: a cycle of references would keep a step and its CUDA graphs alive after
-    `del step`.
-    """
-    if mode == "graph":
-        check_program(program, on.device.type)
-    lines = _Lines(program, _list_settings(mode, program))
-    outlined = outline(program) if mode else program
-    run = link(outlined, on, compile)
-    trial = _Trial(functools.partial(link, outlined, on, compile, is_held=True)) if has_foreign(program) else None
-    runner = Captured(program, run, settle=on.settle) if mode == "graph" else run
-    return _Compiled(program, lambda: program, runner, Returned(program, on), _find_updates(program), lines, trial)
-
-
-def _link_open(
-    mode: Mode, compile: Callable[..., Any], on: Live, template: Template
-) -> Callable[[Sequence[int]], _Compiled] | None:
-    """A function of sizes that returns the linked program of these. None where each has to be linked by itself."""
-    opened, like = template.opened, template.program
-    if mode == "graph" or has_foreign(like):
-        return None
-    if mode:
-        assert opened is not None and opened.open is not None
-        symbols = opened.open.symbols
-        run_at = link_open(make_template(outline(opened)), on, lambda fragment: compile(fragment, symbols))
-    else:
-        run_at = link_open(template, on, lambda fragment: lambda sizes: fragment)
-    returned, donated = Returned(like, on), _find_updates(like)
-    lines = _Lines(like, _list_settings(mode, like))
-
-    def link_at(sizes: Sequence[int]) -> _Compiled:
-        find = functools.cache(lambda: template.fill(sizes))
-        results = returned.with_results(template.fill_results(sizes))
-        return _Compiled(like, find, run_at(sizes), results, donated, lines.at(sizes, find), None)
-
-    return link_at
-
-
-def _list_settings(mode: Mode, program: Program) -> list[str]:
-    plan = program.plan.lines() if program.plan else []
-    return [f"compile: {mode}", *plan, *find_ambient().lines()]
-
-
-def _find_updates(program: Program) -> tuple[int, ...]:
-    """The positions of donated arguments, which a program writes over."""
-    return tuple(i for i, argument in enumerate(program.arguments) if argument.donated)
+    linked: Linked
+    values: list[Any]
+    tensors: list[Tensor]
 
 
 def _list_batch(program: Program, values: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -63,8 +63,14 @@ def seats(mesh: VirtualMesh) -> tuple[Seat, ...]:
 
 
 @torch.no_grad()
-def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | None = None) -> list[Values]:
-    """The tensor results of each rank, given the tensor arguments of each rank. Writes to donated arguments.
+def run(
+    program: Program,
+    arguments: Sequence[Sequence[Tensor]],
+    watch: Watch | None = None,
+    own: Sequence[Program] = (),
+) -> list[Values]:
+    """The tensor results of each rank, given the tensor arguments of each rank. Writes to donated arguments. Where
+    batches of ranks have other sizes, `own` has the program of each rank, which differs from `program` in sizes alone.
 
     `watch(node, values of each rank)` is called after each node, before values are dropped. A program that draws random
     numbers, and has no seeds among its arguments, advances torch's default CPU generator by one draw.
@@ -74,14 +80,18 @@ def run(program: Program, arguments: Sequence[Sequence[Tensor]], watch: Watch | 
     """
     seeds = [arguments[0][i] for i in program.seeds]  # the same on all ranks
     with disable_autocast(), step_seed(seeds) if program.draws else nullcontext() as seed:
-        return _run(program, arguments, seed, watch)
+        return _run(program, own, arguments, seed, watch)
 
 
 def _run(
-    program: Program, arguments: Sequence[Sequence[Tensor]], seed: int | None, watch: Watch | None = None
+    program: Program,
+    own: Sequence[Program],
+    arguments: Sequence[Sequence[Tensor]],
+    seed: int | None,
+    watch: Watch | None = None,
 ) -> list[Values]:
     alive: list[dict[Node, Any]] = [dict(zip(program.placeholders, tensors, strict=True)) for tensors in arguments]
-    dying, ranks = find_last_uses(program.graph), _Ranks(program, seed)
+    dying, ranks = find_last_uses(program.graph), _Ranks(program, seed, own)
     for node in program.graph.nodes:
         _step(node, program, ranks, alive, watch)
         if watch is not None:
@@ -92,9 +102,13 @@ def _run(
 
 
 def _run_turn(
-    body: Program, watch: Watch | None, seed: int | None, arguments: Sequence[Sequence[Tensor]]
+    body: Program,
+    own: Sequence[Program],
+    watch: Watch | None,
+    seed: int | None,
+    arguments: Sequence[Sequence[Tensor]],
 ) -> list[Values]:
-    return _run(body, arguments, seed, watch)
+    return _run(body, own, arguments, seed, watch)
 
 
 def _watch_inside(watch: Watch, around: list[dict[Node, Any]], node: Node, inside: list[dict[Node, Any]]) -> None:
@@ -112,14 +126,14 @@ def _step(
     elif node.op == "call_function":
         written = [[values[x] for x in find_writes(node)] for values in alive]
         ranks.check_writes([[x for x in targets if not isinstance(x, OnDisk)] for targets in written])
-        calls = [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
+        calls = ranks.find_calls(node, alive)
         if body is None:
             results = ranks.call(node, calls)
         else:
             made = list[list[Any]]([] for _ in calls)
             around = [{**values, node: results} for values, results in zip(alive, made)]
             inside = None if watch is None else functools.partial(_watch_inside, watch, around)
-            turn = functools.partial(_run_turn, body, inside)
+            turn = functools.partial(_run_turn, body, ranks.find_bodies(node), inside)
             given = [operands(args) for args, _ in calls]
             results = run_turns(node, turn, ranks.seed["seed"], given, made=made)
         if any(written):
@@ -155,12 +169,29 @@ class _Ranks:
     Means are taken in rank order, as the transports of CPU ranks take them, so that both agree bit for bit.
     """
 
-    def __init__(self, program: Program, seed: int | None) -> None:
+    def __init__(self, program: Program, seed: int | None, own: Sequence[Program] = ()) -> None:
         self.program, self.seats = program, seats(program.mesh)
+        self._twins = [dict(zip(program.graph.nodes, each.graph.nodes, strict=True)) for each in own]
+        self._nodes = [dict(zip(each.graph.nodes, program.graph.nodes)) for each in own]
         self.seed = {"seed": seed}
         self.find_rows = functools.cache(program.mesh.rows)
         self.sending: list[list[_Started]] = []
         """The collectives that no node has waited for, each on all ranks."""
+
+    def find_calls(self, node: Node, alive: Sequence[dict[Node, Any]]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of a node on each rank, where these values are alive."""
+        if not self._twins:
+            return [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
+        calls = []
+        for values, twins, nodes in zip(alive, self._twins, self._nodes):
+            twin = twins[node]
+            calls.append(fx.map_arg((twin.args, twin.kwargs), lambda x, nodes=nodes, values=values: values[nodes[x]]))
+        return calls
+
+    def find_bodies(self, node: Node) -> list[Program]:
+        """The body of a loop on each rank, where it has other sizes there."""
+        bodies = (body_of(twins[node]) for twins in self._twins)
+        return [body for body in bodies if body is not None]
 
     def check_writes(self, written: Sequence[Sequence[Tensor]]) -> None:
         """Refuse a node that writes into these tensors of each rank, where a collective of the rank is sending them."""

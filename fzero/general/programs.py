@@ -132,6 +132,10 @@ class General:
         """A program of the step: what it depends on is that of all sizes."""
         return self.schedule.early if self.schedule else self._templates[0].template.program
 
+    def without_templates(self) -> General:
+        """The same, as scheduled for no sizes yet."""
+        return General(self.sizes, self.conditions, self._finish, self._limit, self.schedule)
+
     def lines(self) -> list[str]:
         """What ranks compare before they use a program of a file."""
         shapes = [str(x[:1] + x[3:4]) for x in self.sizes.signature[2] if is_batch(x)]
@@ -184,6 +188,12 @@ class General:
         is not searched again."""
         assert self.schedule is not None
         return self._add(self.schedule(sizes, known)).template.fill(sizes)
+
+    def find_finish(self, sizes: Sequence[int]) -> tuple[Callable[[Sequence[int]], Any], bool]:
+        """What `Finish` makes of the template that is scheduled for these sizes; and whether the template is new."""
+        count = len(self._templates)
+        finish = self._find_template(sizes).finish
+        return finish, len(self._templates) > count
 
     def finish(self, sizes: Sequence[int]) -> Any:
         """What `Finish` makes of the program of these sizes."""
@@ -304,7 +314,7 @@ class Generals:
     """The general programs of the step `name`."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.why = name, "its passes may do anything with sizes"
         self._found: list[General] = []  # used last first
         self._tries = Counter[Any]()  # by the structure of the arguments
 
@@ -349,7 +359,7 @@ class Generals:
             check_general(general, like)
             return general
 
-        return self._try(make, rewrite, signature) if like else None
+        return self._try(make, rewrite, signature[1]) if like else None
 
     def open(
         self,
@@ -358,27 +368,31 @@ class Generals:
         trace: Trace,
         rewrite: Rewrite,
         finish: Finish,
+        again: bool = False,
     ) -> General | None:
-        """A general program of the first call of its kind, with these places open. None where there is none."""
-        if any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
+        """A general program of the first call of its kind, or of one `again`, with these places open. None where there
+        is none."""
+        if not again and any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
             return None  # it does not fit these sizes
-        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite, signature)
+        key = (signature[1], "again") if again else signature[1]
+        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite, key)
 
     def forget_try(self, signature: Signature) -> None:
         """Do not count the last trace with open sizes: the step itself raises for these arguments."""
         self._tries[signature[1]] -= self._tries[signature[1]] > 0
 
-    def _try(self, make: Callable[[], General], rewrite: Rewrite, signature: Signature) -> General | None:
+    def _try(self, make: Callable[[], General], rewrite: Rewrite, key: Any) -> General | None:
         passes = list_passes_of(rewrite)
         if any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
-        if self._tries[signature[1]] >= MAX_GENERALS:
+        if self._tries[key] >= MAX_GENERALS:
             return None
-        self._tries[signature[1]] += 1
+        self._tries[key] += 1
         try:
             with without_log_of_failures():
                 return make()
         except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
+            self.why = str(error)
             _log.debug("%s is traced for each shape: %s", self.name, error)
             return None
 

@@ -1,9 +1,9 @@
 """Readings: what a program takes from the elements of a batch in front of each step.
 
-The batch alone may decide how many rows a step computes with, as in `loss[labels != -100]`, or which way Python goes, as
-in `lengths.max().item()`. A trace computes both from the batch of its call. The program has the numbers of the rows as
-further arguments, and the numbers that Python took as constants, as if the user had computed them in front of the step
-and had given them. A `Reading` computes them for each further call.
+The batch alone may decide how many rows a step computes with, as in `loss[labels != -100]`, or which way Python goes,
+as in `lengths.max().item()`. A trace computes both from the batch of its call. The program has the numbers of the rows
+as further arguments, and the numbers that Python took as constants, as if the user had computed both in front of the
+step and had given them. A `Reading` computes them for each further call.
 """
 
 from __future__ import annotations

@@ -91,11 +91,17 @@ class Word(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """Why members cannot go on: `words` of members that say different things. Where some failed, their errors alone."""
+    """Why members cannot go on: `words` of members that say different things. Where some failed, their errors alone.
+    `is_of_steps`: all of them are about to run a step."""
 
     words: list[Word]
     is_error: bool
     more: int  # words beyond `SHOWN`
+    is_of_steps: bool = False
+
+
+class Differing(FzeroError):
+    """All ranks are about to run a step, and it is not the same one."""
 
 
 def digest(lines: Sequence[str]) -> int:
@@ -114,10 +120,13 @@ def agree(
     error: BaseException | None = None,
     vote: int = 0,
     what: str = BEFORE,
+    is_step: bool = False,
 ) -> int:
     """Return once all ranks of `members` have called with one `number`. The result is the largest `vote` of any rank.
 
     Costs one all-reduce of 24 bytes. `lines` describe what `number` stands for. Errors call the agreement `what`.
+    `is_step` says that the rank is about to run a step. Where all are, the error for numbers that differ is
+    `Differing`.
 
     Raises:
         FzeroError: on every rank, with the first line that differs and its ranks, when numbers differ; on all
@@ -130,7 +139,7 @@ def agree(
         return vote
     members.agreements += 1
     found: Any = None
-    steps, answer = compare(number, lines, error, vote), None
+    steps, answer = compare(number, lines, error, vote, is_step), None
     with members.begin(what):
         try:
             while True:
@@ -162,7 +171,7 @@ def meet(members: Members, call: str, vote: int = 0, what: str | None = None) ->
 
 
 def compare(
-    number: int, lines: Lines, error: BaseException | None = None, vote: int = 0
+    number: int, lines: Lines, error: BaseException | None = None, vote: int = 0, is_step: bool = False
 ) -> Generator[Question, Any, int | Disagreement]:
     """The largest vote of any member, if all numbers are equal and no member has an error. Otherwise the difference."""
     mine = -1 if error is not None else number
@@ -174,7 +183,11 @@ def compare(
         word = "" if error is None else f"{type(error).__name__}: {error}"
     else:
         word = yield from _find_line(lines())
-    return (yield from _share(word, is_error))
+    found = yield from _share(word, is_error)
+    if is_error:
+        return found
+    (others,) = yield Largest((int(not is_step),))
+    return found._replace(is_of_steps=not others)
 
 
 def _find_line(lines: Sequence[str]) -> Generator[Question, Any, str]:
@@ -242,7 +255,8 @@ def _disagreement(found: Disagreement, ranks: Sequence[int], what: str) -> Fzero
     kinds = [word.text.partition(" ")[0] for word in found.words]
     first = found.words[kinds.index("call") if "call" in kinds else 0].text  # a call may meet a step
     problem, way_out = PROBLEMS.get(first.partition(" ")[0], STEPS)
-    return FzeroError(first.partition(": ")[0], f"{problem}: {_list_words(words, found.more)}", way_out)
+    of = Differing if found.is_of_steps else FzeroError
+    return of(first.partition(": ")[0], f"{problem}: {_list_words(words, found.more)}", way_out)
 
 
 def _list_words(words: Sequence[tuple[str, Word]], more: int) -> str:
