@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.flags import Flag
 from fzero.base.sizes import format_size
 from fzero.files import address_of, duplicate
 from fzero.program.program import Program
+from fzero.ranks.ranks import Ranks
 from fzero.state.move import move
 from fzero.values.sharded import Sharded
 
@@ -72,3 +74,18 @@ def list_flags(program: Program, values: Sequence[Any]) -> list[Flag]:
     """The flags among the arguments `values` of a program's step."""
     given = [(flag, values[i]) for i, flag in program.flags]
     return [flag(value.local if isinstance(value, Sharded) else value) for flag, value in given]
+
+
+def refuse_mesh(leaf: Sharded, on: Ranks) -> FzeroError:
+    """The error for state that does not lie on the ranks of a step."""
+    theirs, ours = ([x.mesh, "every rank" if x.rank is None else f"rank {x.rank}"] for x in (leaf.on, on))
+    way_out = "partition the tree on the step's mesh"
+    if on.follow(leaf.on) is leaf.on:
+        way_out = f"give partition state={on.mesh.shard_axes} for it too, or like= the leaves that lie so"
+    return FzeroError(
+        leaf.path,
+        "was partitioned on another mesh of the same shape"
+        if theirs == ours
+        else f"was partitioned on {theirs[0]} as {theirs[1]}, the step runs on {ours[0]} as {ours[1]}",
+        way_out,
+    )

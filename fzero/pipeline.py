@@ -20,9 +20,11 @@ from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan, mark_trace
 from fzero.cache.programs import Call, CallFiles, StoredPrograms
 from fzero.general.dynamic import Dynamic, Ranges
-from fzero.general.programs import General, Generals
+from fzero.general.known import Generals
+from fzero.general.programs import General, Trace, make_general
 from fzero.general.sizes import Sizes, find_changes
-from fzero.general.together import RankCall, Together, find_common_places, find_open_moves, tabulate
+from fzero.general.together import RankCall, Together, find_common_places, find_open_moves, open_sizes, tabulate
+from fzero.given import refuse_mesh
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
@@ -89,6 +91,7 @@ class Pipeline(Generic[T]):
         self._dynamic = None if dynamic is None else Dynamic(dynamic, fn)
         self._generals = Generals(self._name)
         self._together: Together | None = None
+        self._links_open = True  # whether `finish_open` returned a function
         self._stored = None if cache is None else StoredPrograms(cache, self._name)
         self._has_warned = False
         self._measured: Rates | None = None
@@ -209,33 +212,41 @@ class Pipeline(Generic[T]):
         A collective. Where there is none, the reason, on all ranks."""
         readers = [Reader(self._describe(leaves, treedef), leaves) for leaves in rows]
         signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
-        before = [x.signature for x in self._cache] + (
-            [self._together.general.sizes.signature] if self._together else []
-        )
-        like = [x for x in before if find_changes(x, signatures[0])]
+        known, self._together = self._together, None
+        before = [known.general.sizes.signature] if known else []
+        like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
         places = find_common_places(self.on, [tabulate(x) for x in (*signatures, *like)], self._name)
         if isinstance(places, str):
             return places
-        why = self._open(readers[0], Sizes(signatures[0], places), tree.unflatten(treedef, rows[0]))
-        if self.on.find_largest(int(why is not None), f"a program of {self._name} for batches of other sizes"):
-            self._together = None
-            return why or "another rank says why"
+        found = self._open(readers[0], open_sizes(signatures[0], places), list(zip(*places)))
+        failed = isinstance(found, str)
+        if self.on.find_largest(int(failed), f"a program of {self._name} for batches of other sizes"):
+            return found if isinstance(found, str) else "another rank says why"
+        self._together = found if isinstance(found, Together) else None
         return None
 
-    def _open(self, reader: Reader, sizes: Sizes, args: tuple[Any, ...]) -> str | None:
-        """Make the program of `find_together`. Where there is none, the reason."""
-        expected = self._expect(reader)
-        how = partial(self._trace_open, sizes.signature, args, expected), self.passes, self._finish_template
+    def _open(self, reader: Reader, sizes: Sizes, others: Sequence[Sequence[int]]) -> Together | str:
+        """The program of `find_together`. Where there is none, the reason. `others` are the sizes of all ranks."""
+
+        def trace(call: RankCall, found: Found) -> Program:
+            return self._open_trace(call, found, "batches of ranks have other sizes")(None, {})
+
+        call, expected = RankCall(reader.signature, reader.leaves), self._expect(reader)
+        is_own = sizes.signature == sign_all(reader.signature, expected)
+        how = self._open_trace(call, expected, "batches of ranks have other sizes", is_own)
         with disable_autocast(), pause_garbage_collection():
-            general = self._generals.open(sizes.signature, sizes.places, *how, again=True)
-        if general is None:
-            return self._generals.why
+            what = how, self.passes, self._finish_template
+            like = self._generals.open(sizes.signature, sizes.places, *what, again=True, others=others)
+            if like is None:
+                return self._generals.why
+            general = make_general(*what, sizes, differ=True)
+        if not self._links_open:
+            return "each of its programs is linked by itself, as with compile='graph' and operations from outside"
         node = find_open_moves([general.program])
         if node is not None:
-            return f"{node.meta['stack_trace']}: {node} moves values between ranks whose shapes differ"
+            return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
         general.watches = self._watch(general.program)
-        self._together = Together(general, self.on, self._name, self.limit)
-        return None
+        return Together(general, like, self.on, self._name, self.limit, trace)
 
     def _make(self, reader: Reader) -> tuple[Traced, Found]:
         """The program of a call that no program in memory fits: from a file, of a trace with open sizes, or of a trace
@@ -255,7 +266,7 @@ class Pipeline(Generic[T]):
         args = tree.unflatten(treedef, leaves)
         expected = self._expect(reader)
         with disable_autocast():
-            generalize = partial(self._generalize, reader, expected, args)
+            generalize = partial(self._generalize, reader, expected)
             general = entry.trace_general(generalize) if entry else generalize()
         if general is not None and (made := self._add(general, reader)) is not None:
             return made
@@ -274,11 +285,13 @@ class Pipeline(Generic[T]):
         like = (x for x in self._cache if x.readings and x.signature[1] == reader.signature[1])
         return next((found for x in like if (found := reader.read(x)) is not None), [])
 
-    def _generalize(self, reader: Reader, expected: Found, args: tuple[Any, ...]) -> General | None:
+    def _generalize(self, reader: Reader, expected: Found) -> General | None:
         """A general program that a trace with open sizes gives: at once of sizes that the user named, else of those in
         which calls have differed. None where there is none."""
         signature = sign_all(reader.signature, expected)
-        how = partial(self._trace_open, signature, args, expected), self.passes, self._finish_template
+        why = explain(self._cache, signature, False) if self._cache else "dynamic names them"
+        trace = self._open_trace(RankCall(reader.signature, reader.leaves), expected, why)
+        how = trace, self.passes, self._finish_template
         places = self._dynamic.find_places(signature) if self._dynamic else ()
         general = self._generals.open(signature, places, *how) if places else None
         if general is None:
@@ -334,21 +347,22 @@ class Pipeline(Generic[T]):
 
     def _finish_template(self, template: Template) -> Callable[[Sequence[int]], T]:
         """A function of sizes that returns the finished program of these."""
-        return self._finish_open(self.on, template) or (lambda sizes: self.finish(self.on, template.fill(sizes)))
+        made = self._finish_open(self.on, template)
+        self._links_open = made is not None
+        return made or (lambda sizes: self.finish(self.on, template.fill(sizes)))
 
-    def _trace_open(
-        self,
-        signature: Signature,
-        args: tuple[Any, ...],
-        expected: Found,
-        symbols: Symbols | None,
-        shapes: Mapping[int, OpenForm],
-    ) -> Program:
-        why = explain(self._cache, signature, False) if self._cache else "dynamic names them"
-        how = "with open sizes" if symbols else "at other sizes, to be compared with that"
-        _log.info("%s is traced %s: %s", self._name, how, why)
-        traced, rolled = self._trace(args, symbols, shapes, None if symbols else expected)
-        return traced if isinstance(self.passes, Budget) else resolve(rolled)
+    def _open_trace(self, call: RankCall, expected: Found, why: str, is_own: bool = True) -> Trace:
+        """Traces of a call with open sizes, whose examples are its own with `is_own`, and without symbols of other
+        sizes, where readings find what is expected. The logger says why."""
+
+        def trace(symbols: Symbols | None, shapes: Mapping[int, OpenForm]) -> Program:
+            how = "with open sizes" if symbols else "at other sizes, to be compared with that"
+            _log.info("%s is traced %s: %s", self._name, how, why)
+            args = tree.unflatten(call.signature[1], call.leaves)
+            traced, rolled = self._trace(args, symbols, shapes, None if is_own and symbols else expected)
+            return traced if isinstance(self.passes, Budget) else resolve(rolled)
+
+        return trace
 
     def _sign(self, leaf: Any) -> Any:
         """The properties of a leaf on which the program depends. Where a plan decides where state lies, it does not
@@ -373,22 +387,8 @@ class Pipeline(Generic[T]):
         for key, leaf in zip(tree.keys(treedef), leaves):
             if isinstance(leaf, Sharded):
                 if leaf.on is not self.on:
-                    raise _refuse_mesh(leaf, self.on)
+                    raise refuse_mesh(leaf, self.on)
             else:
                 check_argument(f"argument {tree.dotted(key)}", leaf)
         if self._dynamic is not None:
             self._dynamic.find_places((None, treedef, [self._sign(leaf) for leaf in leaves]))
-
-
-def _refuse_mesh(leaf: Sharded, on: Ranks) -> FzeroError:
-    theirs, ours = ([x.mesh, "every rank" if x.rank is None else f"rank {x.rank}"] for x in (leaf.on, on))
-    way_out = "partition the tree on the step's mesh"
-    if on.follow(leaf.on) is leaf.on:
-        way_out = f"give partition state={on.mesh.shard_axes} for it too, or like= the leaves that lie so"
-    return FzeroError(
-        leaf.path,
-        "was partitioned on another mesh of the same shape"
-        if theirs == ours
-        else f"was partitioned on {theirs[0]} as {theirs[1]}, the step runs on {ours[0]} as {ours[1]}",
-        way_out,
-    )

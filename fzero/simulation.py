@@ -33,6 +33,7 @@ from fzero.options import choose_rewrite, find_plan_of
 from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
 from fzero.pipeline import MAX_PROGRAMS, Pipeline
+from fzero.program.open import find_difference
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
@@ -43,6 +44,12 @@ from fzero.returned import Returned
 from fzero.state.fill import copy_slices
 from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
+
+DECIDE_ALIKE = (
+    "compute with tensors, or with x.item() and x.tolist(), whose numbers may differ; where Python goes another way, as "
+    "by if, int(x), len(x) and range(n), let the batches of all ranks decide alike"
+)
+"""The way out where batches of ranks ask for several programs."""
 
 
 @check_arguments
@@ -174,8 +181,8 @@ class Simulation:
                 the same on all of them; where a call before noted a problem in the state (`fzero.base.flags`).
         """
         leaves, treedef = tree.flatten(args)
-        own, read = self._find(treedef, leaves)
-        program = own[0]
+        programs, read = self._find(treedef, leaves)
+        program = programs[0]
         state = order_pass_state(program, pass_state, self._pipeline.on)
         given = [x for x in leaves if isinstance(x, Tensor)]
         behind = len(given)  # where what readings found stands
@@ -191,7 +198,7 @@ class Simulation:
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()
-        outputs = run(program, arguments, watch, own if len(own) > 1 else ())
+        outputs = run(program, arguments, watch, programs if len(programs) > 1 else ())
         with disable_autocast():  # as in the program, whose casts are nodes
             rows = zip(program.tensor_results, zip(*outputs))
             joined = [self._join(program, result, list(row)) for result, row in rows]
@@ -215,14 +222,16 @@ class Simulation:
                     return [program], [[]] * len(self._seats)
             rows = [self._select_rank(seat.number, treedef, leaves) for seat in self._seats]
             found = pipeline.find_together(rows, treedef)
-            if len({id(x.finished) for x in found}) > 1 and not found[0].is_together:
+            if not found[0].is_together and not _are_equal([x.finished for x in found]):
                 why = pipeline.open_together(rows, treedef)
                 if why is not None:
-                    raise FzeroError(program.name, f"ranks read other values in their batches, and {why}", "todo")
+                    problem = f"batches of ranks ask for other programs: {why}"
+                    raise FzeroError(found[0].finished.name, problem, DECIDE_ALIKE)
                 found = pipeline.find_together(rows, treedef)
+            if not found[0].is_together and not _are_equal([x.finished for x in found]):
+                raise FzeroError(found[0].finished.name, "batches of ranks ask for other programs", DECIDE_ALIKE)
         programs = [x.finished for x in found]
-        is_one = all(x is programs[0] for x in programs)
-        return programs[:1] if is_one else programs, [x.read for x in found]
+        return programs if found[0].is_together else programs[:1], [x.read for x in found]
 
     @contextmanager
     def _name_cuts(self, treedef: tree.TreeDef, leaves: list[Any]) -> Iterator[None]:
@@ -312,6 +321,10 @@ class Simulation:
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
+
+
+def _are_equal(programs: Sequence[Program]) -> bool:
+    return all(x is programs[0] or find_difference(programs[0], x) is None for x in programs)
 
 
 def _find_position(layout: Layout, seat: Seat) -> int:

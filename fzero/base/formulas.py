@@ -80,10 +80,10 @@ class Conditions:
     def _check(self) -> Callable[[Sequence[int]], Sequence[Any]]:
         return compile_formulas(self.names, [row.formula for row in self.rows])
 
-    def find_broken(self, values: Sequence[int]) -> str | None:
+    def find_broken(self, values: Sequence[int], least: int = LEAST) -> str | None:
         """The first condition that these sizes do not fulfil, with the user's line that asked. None where they fulfil
-        all of them."""
-        if any(not LEAST <= value <= MOST for value in values):
+        all of them. Sizes below `least` fulfil none."""
+        if any(not least <= value <= MOST for value in values):
             return f"a size of {min(values)} has a program of its own"
         for row, holds in zip(self.rows, self._check(values)):
             if not holds:

@@ -32,9 +32,11 @@ def is_open(x: Any) -> bool:
 
 class Symbols:
     """The open sizes of a trace, in the order in which they were opened. `find_line` returns the user's line that is
-    running. With `remembers` each sum and product of sizes is computed once."""
+    running. With `remembers` each sum and product of sizes is computed once. `differ` says that ranks may have other
+    sizes at the same time."""
 
-    def __init__(self, find_line: Callable[[], str] = lambda: "", remembers: bool = True) -> None:
+    def __init__(self, find_line: Callable[[], str] = lambda: "", remembers: bool = True, differ: bool = False) -> None:
+        self.differ = differ
         self._lines: list[str] = []
         self._remembers = remembers
         self.env = make_environment(self._lines, find_line)

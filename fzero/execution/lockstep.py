@@ -183,7 +183,7 @@ class _Ranks:
         if not self._twins:
             return [fx.map_arg((node.args, node.kwargs), values.__getitem__) for values in alive]
         calls = []
-        for values, twins, nodes in zip(alive, self._twins, self._nodes):
+        for values, twins, nodes in zip(alive, self._twins, self._nodes, strict=True):
             twin = twins[node]
             calls.append(fx.map_arg((twin.args, twin.kwargs), lambda x, nodes=nodes, values=values: values[nodes[x]]))
         return calls

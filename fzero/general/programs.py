@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,29 +12,25 @@ from typing import Any, NamedTuple
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST, Conditions
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private_traces import without_log_of_failures
 from fzero.base.user_line import current_user_line
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan
 from fzero.general.sizes import Place, Sizes, find_changes, find_size, open_form
-from fzero.passes.run import Pass, is_foreign, name_of_pass, run_passes
+from fzero.passes.run import Pass, name_of_pass, run_passes
 from fzero.program import ops
 from fzero.program.open import Open, Template, fill_reference, find_difference, make_template
 from fzero.program.program import Program
 from fzero.program.readings import Found, flatten
-from fzero.tracing.signatures import Signature, is_batch, sign_all, sign_leaf
+from fzero.tracing.signatures import Signature, is_batch, sign_read
 from fzero.tracing.trace import OpenForm
 from fzero.tracing.watches import Watch
 
-MAX_GENERALS = 3
-"""How often a step is traced with open sizes at most, for each structure of its arguments."""
 MORE, FEWER = 16, 4
 """One schedule serves programs of up to so many times more elements, and of so many times fewer. Collectives start too
 late for the compute of much smaller ones: an eighth of the elements takes 5 % more time by the rates, a fourth 1 %."""
 FEWER_IN_PLAN = 2
 """The same of what a budget chose: much smaller programs would keep more."""
-_log = logging.getLogger("fzero")
-_BY_SIZES = "relieve"
+BY_SIZES = "relieve"
 """The first of the default passes that looks at bytes or costs, which depend on sizes."""
 Trace = Callable[[Symbols | None, Mapping[int, OpenForm]], Program]
 """From symbols, and shapes and strides with open sizes by the positions of leaves, to an open program. Without symbols
@@ -53,7 +47,7 @@ class OpenTrace:
         early: Sequence[Pass] = ()
         if not isinstance(rewrite, Budget):
             passes = list_passes_of(rewrite)
-            at = list(map(name_of_pass, passes)).index(_BY_SIZES)
+            at = list(map(name_of_pass, passes)).index(BY_SIZES)
             early, self.late = passes[:at], passes[at:]
         with _raw_numbers():
             self.traced = trace(symbols, forms)
@@ -132,10 +126,6 @@ class General:
         """A program of the step: what it depends on is that of all sizes."""
         return self.schedule.early if self.schedule else self._templates[0].template.program
 
-    def without_templates(self) -> General:
-        """The same, as scheduled for no sizes yet."""
-        return General(self.sizes, self.conditions, self._finish, self._limit, self.schedule)
-
     def lines(self) -> list[str]:
         """What ranks compare before they use a program of a file."""
         shapes = [str(x[:1] + x[3:4]) for x in self.sizes.signature[2] if is_batch(x)]
@@ -155,8 +145,8 @@ class General:
         found = Found()
         for reading in self.program.readings:
             count = len(leaves) + len(flatten(found))
-            described = [*own, *map(sign_leaf, flatten(found)), *self.sizes.signature[2][count:]]
-            sizes = self.sizes.find((settings, treedef, described), count)
+            described = [*own, *map(sign_read, flatten(found)), *self.sizes.signature[2][count:]]
+            sizes = self.sizes.find((settings, treedef, described), count, least=0)
             if isinstance(sizes, str):
                 return None
             try:
@@ -165,12 +155,13 @@ class General:
                 return None
         return found
 
-    def find_sizes(self, signature: Signature) -> list[int] | str:
-        """The open sizes of a call. Where the program does not fit the call, the reason."""
-        sizes = self.sizes.find(signature)
+    def find_sizes(self, signature: Signature, least: int = LEAST) -> list[int] | str:
+        """The open sizes of a call. Where the program does not fit the call, and where one is below `least`, the
+        reason. Of sizes below `LEAST` a trace of their own has to show that they have the same program."""
+        sizes = self.sizes.find(signature, least=least)
         if isinstance(sizes, str):
             return sizes
-        broken = self.conditions().find_broken(sizes)
+        broken = self.conditions().find_broken(sizes, least)
         if broken is None and self.schedule is None and not any(self._serves(x, sizes) for x in self._templates):
             return f"its file has no schedule for sizes of {sizes}"
         return broken or sizes
@@ -188,6 +179,11 @@ class General:
         is not searched again."""
         assert self.schedule is not None
         return self._add(self.schedule(sizes, known)).template.fill(sizes)
+
+    def find_difference(self, sizes: Sequence[int], traced: Program) -> str | None:
+        """The first difference of the trace with these sizes from another trace."""
+        assert self.schedule is not None
+        return find_difference(self.schedule.fill_trace(sizes), traced)
 
     def find_finish(self, sizes: Sequence[int]) -> tuple[Callable[[Sequence[int]], Any], bool]:
         """What `Finish` makes of the template that is scheduled for these sizes; and whether the template is new."""
@@ -235,25 +231,28 @@ def trace_general(
     found = dict[tuple[int, ...], list[Place]]()
     for place in dict.fromkeys(place for each in known for place in find_changes(each, signature) or ()):
         found.setdefault(tuple(find_size(each, place) for each in (signature, *known)), []).append(place)
-    return _make_general(trace, rewrite, finish, Sizes(signature, tuple(map(tuple, found.values()))))
+    return make_general(trace, rewrite, finish, Sizes(signature, tuple(map(tuple, found.values()))))
 
 
-def open_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
-    """A program with open `sizes`, which a trace at other ones confirms.
+def open_general(
+    trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes, others: Sequence[Sequence[int]] = ()
+) -> General:
+    """A program with open `sizes`, which a trace at other ones confirms: at one of `others`, or near its own.
 
     Raises:
         FzeroError: where there is no such program.
     """
-    general = _make_general(trace, rewrite, finish, sizes)
+    general = make_general(trace, rewrite, finish, sizes)
     assert general.schedule is not None
     own = general.schedule.symbols.examples
     general.fill(own)  # which may ask for more conditions
-    others = (x for x in _list_others(own) if min(x) >= LEAST)
-    other = next((x for x in others if general.conditions().find_broken(x) is None), None)
+    tried = [list(x) for x in (*others, *_list_others(own)) if list(x) != own and min(x) >= LEAST]
+    other = next((x for x in tried if general.conditions().find_broken(x) is None), None)
     if other is None:
-        raise FzeroError("the step", f"has conditions that no size near {own} fulfils", "each is traced")
+        broken = general.conditions().find_broken(tried[0])
+        raise FzeroError("the step", f"has conditions that no size near {own} fulfils: {broken}", "each is traced")
     traced = trace(None, _open_forms(sizes, other))
-    difference = find_difference(general.schedule.fill_trace(other), traced)
+    difference = general.find_difference(other, traced)
     if difference is not None:
         raise FzeroError(traced.name, f"has another program at sizes of {other}: {difference}", "each is traced")
     return general
@@ -274,8 +273,10 @@ def _open_forms(sizes: Sizes, values: Sequence[Any]) -> dict[int, OpenForm]:
     return {i: open_form(sizes.signature[2][i], places, i) for i in dict.fromkeys(i for i, _ in places)}
 
 
-def _make_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
-    symbols = Symbols(current_user_line)
+def make_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes, differ: bool = False) -> General:
+    """A program with open `sizes`, which nothing confirms. `differ` says that ranks may have other sizes at the same
+    time."""
+    symbols = Symbols(current_user_line, differ=differ)
     opened = [symbols.open(find_size(sizes.signature, places[0])) for places in sizes.places]
     schedule = OpenTrace(trace, symbols, _open_forms(sizes, opened), rewrite)
     return General(sizes, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
@@ -308,96 +309,3 @@ def check_general(general: General, known: Sequence[tuple[Signature, Program]]) 
             raise FzeroError(program.name, f"has another program at another shape: {difference}", "each is traced")
         return
     raise FzeroError("the step", f"has another program at another shape: {problem}", "each is traced")
-
-
-class Generals:
-    """The general programs of the step `name`."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.why = name, "its passes may do anything with sizes"
-        self._found: list[General] = []  # used last first
-        self._tries = Counter[Any]()  # by the structure of the arguments
-
-    def find(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Any, General, Found] | None:
-        """What `Finish` makes of the program of a call, with the general program that fits it, and what its readings
-        find. None where none fits."""
-        self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
-        for i, general in enumerate(self._found):
-            found = general.read(signature, leaves)
-            if found is None:
-                continue
-            whole = sign_all(signature, found)
-            sizes = general.find_sizes(whole)
-            finished = None if isinstance(sizes, str) else general.finish(sizes)
-            sizes = general.find_sizes(whole)  # again: passes that schedule for these sizes may ask, too
-            if not isinstance(sizes, str):
-                self._found.insert(0, self._found.pop(i))
-                return finished, general, found
-            _log.debug("%s does not fit: %s", self.name, sizes)
-        return None
-
-    def add(self, general: General, watches: list[Watch]) -> None:
-        """Let a general program, which depends on these values, be found."""
-        general.watches = watches
-        self._found.insert(0, general)
-
-    def trace(
-        self,
-        signature: Signature,
-        known: Sequence[tuple[Signature, Program]],
-        trace: Trace,
-        rewrite: Rewrite,
-        finish: Finish,
-    ) -> General | None:
-        """A new general program, where one of the programs `known`, which were traced at other signatures, differs in
-        sizes only, and no general program that fits it has all of these open. None where there is none."""
-        like = [x for x in known if self._is_apart(x[0], signature)][:2]
-
-        def make() -> General:
-            fitting = (x.sizes.signature for x in self._found if any(x.fits(each) for each, _ in like))
-            general = trace_general(trace, rewrite, finish, signature, [*(each for each, _ in like), *fitting])
-            check_general(general, like)
-            return general
-
-        return self._try(make, rewrite, signature[1]) if like else None
-
-    def open(
-        self,
-        signature: Signature,
-        places: tuple[tuple[Place, ...], ...],
-        trace: Trace,
-        rewrite: Rewrite,
-        finish: Finish,
-        again: bool = False,
-    ) -> General | None:
-        """A general program of the first call of its kind, or of one `again`, with these places open. None where there
-        is none."""
-        if not again and any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
-            return None  # it does not fit these sizes
-        key = (signature[1], "again") if again else signature[1]
-        return self._try(lambda: open_general(trace, rewrite, finish, Sizes(signature, places)), rewrite, key)
-
-    def forget_try(self, signature: Signature) -> None:
-        """Do not count the last trace with open sizes: the step itself raises for these arguments."""
-        self._tries[signature[1]] -= self._tries[signature[1]] > 0
-
-    def _try(self, make: Callable[[], General], rewrite: Rewrite, key: Any) -> General | None:
-        passes = list_passes_of(rewrite)
-        if any(map(is_foreign, passes)) or _BY_SIZES not in map(name_of_pass, passes):
-            return None  # passes of others may do anything with sizes
-        if self._tries[key] >= MAX_GENERALS:
-            return None
-        self._tries[key] += 1
-        try:
-            with without_log_of_failures():
-                return make()
-        except Exception as error:  # whatever torch cannot do with open sizes: the trace of given sizes says more
-            self.why = str(error)
-            _log.debug("%s is traced for each shape: %s", self.name, error)
-            return None
-
-    def _is_apart(self, known: Signature, signature: Signature) -> bool:
-        """Whether a known signature differs from a new one in sizes only, and no general program that fits the known
-        one has all of these open."""
-        changes = find_changes(known, signature)
-        return bool(changes) and not any(x.fits(known) and x.sizes.has(changes) for x in self._found)

@@ -16,9 +16,9 @@ Place = tuple[int, int]
 its shape come those of its strides."""
 
 
-def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int]] | None:
+def find_changes(known: Signature, new: Signature, least: int = LEAST) -> dict[Place, tuple[int, int]] | None:
     """The dimensions of batches in which two signatures differ -> both sizes. None where anything else differs, and
-    where a size is below `LEAST`. Strides that follow from sizes do not count. Where rows lie in longer ones, as in
+    where a size is below `least`. Strides that follow from sizes do not count. Where rows lie in longer ones, as in
     `tokens[:, :-1]`, the stride from row to row does."""
     if known[:2] != new[:2] or len(known[2]) != len(new[2]):
         return None
@@ -34,7 +34,7 @@ def find_changes(known: Signature, new: Signature) -> dict[Place, tuple[int, int
         dims = [*range(len(a[0])), *(len(a[0]) + dim for dim in own)]
         pairs = (((i, dim), ((*a[0], *a[3])[dim], (*b[0], *b[3])[dim])) for dim in dims)
         found |= {place: pair for place, pair in pairs if pair[0] != pair[1]}
-    return found if min(map(min, found.values()), default=LEAST) >= LEAST else None
+    return found if min(map(min, found.values()), default=least) >= least else None
 
 
 def is_constant(described: Any) -> bool:
@@ -60,10 +60,11 @@ class Sizes(NamedTuple):
     signature: Signature
     places: tuple[tuple[Place, ...], ...]
 
-    def find(self, signature: Signature, known: int | None = None) -> list[int] | str:
-        """The sizes of a call. Where the call differs in anything else, the reason. Behind the leaf `known` the
-        signature is this one's, and says nothing about sizes that stand at other places too."""
-        changes = find_changes(self.signature, signature)
+    def find(self, signature: Signature, known: int | None = None, least: int = LEAST) -> list[int] | str:
+        """The sizes of a call. Where the call differs in anything else, and where a size is below `least`, the reason.
+        Behind the leaf `known` the signature is this one's, and says nothing about sizes that stand at other places
+        too."""
+        changes = find_changes(self.signature, signature, least)
         if changes is None:
             return "other arguments than sizes of batches differ"
         if changes.keys() - {place for places in self.places for place in places}:
@@ -82,9 +83,14 @@ class Sizes(NamedTuple):
         return {place for own in self.places for place in own}.issuperset(places)
 
     def count(self, sizes: Sequence[int]) -> int:
-        """The product of those that are no strides: a number that grows with the elements of batches."""
+        """The product of those that are no strides and no numbers: it grows with the elements of batches."""
         leaves = self.signature[2]
-        return prod(size for size, places in zip(sizes, self.places) if any(d < len(leaves[i][0]) for i, d in places))
+
+        def is_size(place: Place) -> bool:
+            described = leaves[place[0]]
+            return place[1] < len(described[0]) and described[1] is not int
+
+        return prod(size for size, places in zip(sizes, self.places) if any(map(is_size, places)))
 
 
 def find_size(signature: Signature, place: Place) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero.base.formulas import LEAST
 from fzero.base.torch_private import pytree_leaves
 from fzero.base.torch_private_traces import has_open_sizes
 from fzero.general.programs import General
-from fzero.general.sizes import Place, list_own_strides
+from fzero.general.sizes import Place, Sizes, find_size, is_constant, list_own_strides, open_form
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.readings import Found
@@ -26,7 +28,7 @@ ALIKE = "batches do not differ in sizes"
 MISFIT = 2**48
 """A size that no batch has: of a rank whose call the program does not fit."""
 Table = list[Any]
-"""The shape and the strides of each batch of a call, and None for each other leaf."""
+"""The shape and the strides of each batch of a call, the text of each constant, and None for each other leaf."""
 
 
 class RankCall(NamedTuple):
@@ -36,13 +38,21 @@ class RankCall(NamedTuple):
     leaves: Sequence[Any]
 
 
-class Together:
-    """A general program for ranks whose batches have other sizes, of which it keeps the programs of `limit` sizes."""
+Trace = Callable[[RankCall, Found], Program]
+"""The program of a call, before any pass, where readings find these values."""
 
-    def __init__(self, general: General, on: Ranks, name: str, limit: int) -> None:
-        self.general, self._on, self._name, self._limit = general.without_templates(), on, name, limit
-        self.general.watches = general.watches
+
+class Together:
+    """A general program for ranks whose batches have other sizes, of which it keeps the programs of `limit` sizes.
+
+    `like` is the general program of ranks that have the same sizes. A trace of some sizes is held against it: where
+    ranks differ, so do the numbers that follow from sizes, and means over ranks stand elsewhere."""
+
+    def __init__(self, general: General, like: General, on: Ranks, name: str, limit: int, trace: Trace) -> None:
+        self.general, self._like, self._on, self._name, self._limit = general, like, on, name, limit
+        self._trace = trace
         self._made: dict[Any, Any] = {}
+        self._small: dict[tuple[int, ...], bool] = {}  # sizes below `LEAST` -> whether they have the same program
 
     def find(self, calls: Sequence[RankCall]) -> list[tuple[Any, Found]] | None:
         """What is finished for the calls of the ranks of this process, and what readings find; None on all ranks where
@@ -60,8 +70,17 @@ class Together:
     def _find_sizes(self, call: RankCall) -> tuple[list[int], Found]:
         """The sizes of a call, and what readings find. `MISFIT` for each size where the program does not fit."""
         found = self.general.read(*call) if all(x.is_unchanged for x in self.general.watches) else None
-        sizes = "" if found is None else self.general.find_sizes(sign_all(call.signature, found))
-        return ([MISFIT] * len(self.general.sizes.places), []) if isinstance(sizes, str) else (sizes, found or [])
+        sizes = "" if found is None else self.general.find_sizes(sign_all(call.signature, found), least=0)
+        if found is None or isinstance(sizes, str) or not self._serves(call, found, sizes):
+            return [MISFIT] * len(self.general.sizes.places), []
+        return sizes, found
+
+    def _serves(self, call: RankCall, found: Found, sizes: list[int]) -> bool:
+        """Whether the sizes of a call have this program. Of sizes below `LEAST` a trace shows it."""
+        key = tuple(sizes)
+        if min(sizes) < LEAST and key not in self._small:
+            self._small[key] = self._like.find_difference(sizes, self._trace(call, found)) is None
+        return self._small.get(key, True)
 
     def _find_largest(self, rows: Sequence[Sequence[int]]) -> list[int] | None:
         """The largest sizes of any rank; None on all ranks where the program does not fit one."""
@@ -82,31 +101,50 @@ class Together:
 
 
 def tabulate(signature: Signature) -> Table:
-    """The sizes of a signature."""
-    return [(tuple(x[0]), tuple(x[3])) if is_batch(x) else None for x in signature[2]]
+    """The table of a call."""
+    leaves = signature[2]
+    values = {i: repr(x[1]) for i, x in enumerate(leaves) if is_constant(x) and isinstance(x, tuple)}
+    return [(tuple(x[0]), tuple(x[3])) if is_batch(x) else values.get(i) for i, x in enumerate(leaves)]
 
 
-def group_places(tables: Sequence[Table]) -> tuple[tuple[Place, ...], ...] | str:
-    """The places at which sizes differ in tables, by the sizes that they have in all of them. Where tables differ in
-    more than sizes, and where a size can not be open, the reason."""
-    groups = dict[tuple[int, ...], list[Place]]()
+Groups = dict[tuple[int, ...], list[Place]]
+"""Places at which sizes differ in tables, by the sizes that they have in all of them."""
+
+
+def group_places(tables: Sequence[Table]) -> Groups | str:
+    """The groups of places of tables. Where tables differ in more than sizes, the reason."""
+    groups = Groups()
     if len(set(map(len, tables))) > 1:
-        return "ranks read other values in their batches"
+        return "values of their batches lead ranks through other code"
     for i, column in enumerate(zip(*tables)):
-        own = [None if x is None else (len(x[0]), list_own_strides((x[0], None, None, x[1]))) for x in column]
-        if any(x != own[0] for x in own):
-            return "batches differ in more than sizes"
-        if own[0] is None:
+        texts = [x for x in column if isinstance(x, str)]
+        if len(set(texts)) > 1:
+            return f"Python reads {texts[0]} on one rank and {next(x for x in texts if x != texts[0])} on another"
+        if not all(isinstance(x, tuple) for x in column):
             continue
-        count, strides = own[0]
+        own = {(len(shape), *list_own_strides((shape, None, None, stride))) for shape, stride in column}
+        if len(own) > 1:
+            return "batches differ in more than sizes"
+        ((count, *strides),) = own
         for dim in (*range(count), *(count + x for x in strides)):
             sizes = tuple((*shape, *stride)[dim] for shape, stride in column)
             if len(set(sizes)) > 1:
                 groups.setdefault(sizes, []).append((i, dim))
-    least = min((min(sizes) for sizes in groups), default=LEAST)
-    if least < LEAST:
-        return f"a size of {least} has a program of its own"
-    return tuple(map(tuple, groups.values())) or ALIKE
+    return groups or ALIKE
+
+
+def open_sizes(signature: Signature, groups: Groups) -> Sizes:
+    """The sizes that are open in a program for all ranks, and examples: those of a rank's `signature`, or larger ones
+    for sizes that have programs of their own."""
+    settings, treedef, described = signature
+    made, places = list(described), tuple(map(tuple, groups.values()))
+    own = Sizes(signature, places)
+    small = {place: LEAST + max(sizes) for sizes, group in groups.items() for place in group}
+    small = {place: size for place, size in small.items() if find_size(signature, place) < LEAST}
+    for i in {i for i, _ in small}:
+        shape, strides = open_form(described[i], small, i)
+        made[i] = (torch.Size(shape), *described[i][1:3], tuple(strides), *described[i][4:])
+    return own._replace(signature=(settings, treedef, made))
 
 
 def find_open_moves(programs: Iterable[Program]) -> Node | None:
@@ -123,7 +161,7 @@ def find_open_moves(programs: Iterable[Program]) -> Node | None:
     return None
 
 
-def find_common_places(on: Ranks, tables: Sequence[Table], name: str) -> tuple[tuple[Place, ...], ...] | str:
+def find_common_places(on: Ranks, tables: Sequence[Table], name: str) -> Groups | str:
     """`group_places` of the tables of all ranks: a collective."""
     gather = gather_words(on.members, f"the sizes of the batches of {name}")
     return group_places([table for own in gather(list(tables)).values() for table in own])

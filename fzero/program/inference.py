@@ -18,6 +18,7 @@ from fzero.layout.layout import Layout
 from fzero.program.arguments import operand_of
 from fzero.program.coverage import Unset
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Kind, Slice, axes_of, kind_of_state
+from fzero.program.open import has_open_numbers
 from fzero.program.operation import Node, Operation
 from fzero.program.program import RANK, Program
 from fzero.program.records import name_of, record, storage
@@ -37,6 +38,7 @@ class Walk:
         self.own = UNIFORM.union(*[kind.over for kind in kinds if isinstance(kind, Slice)])
         """The axes along which slices of a pass's state differ. Values that differ along no other axes may meet the
         slices of a leaf, and make slices that differ so."""
+        self._differ = program.open is not None and program.open.symbols.differ
         self._kinds: dict[Node, Kind] = {}
         self._written: dict[Any, frozenset[str]] = {}
         """Memory -> the axes along which the values that were written into it differ."""
@@ -111,7 +113,17 @@ class Walk:
         if not operation.waits and not operation.takes_buffers:  # these check the buffer in their rules
             self._refuse_buffers(node)
         kind = operation.kind(self, node)
+        if self._differ and has_open_numbers(node):
+            kind = self._vary(node, kind)
         return self._check(node, operation, kind) if operation.is_foreign else kind
+
+    def _vary(self, node: Node, kind: Kind) -> Kind:
+        """The kind of the result of a node that computes with sizes, or numbers, which differ between ranks."""
+        if isinstance(kind, list):
+            return [self._vary(node, item) for item in kind]
+        if isinstance(kind, Slice):
+            raise refuse_drift(self.program, node, self.per_rank, kind)
+        return kind | self.per_rank if isinstance(kind, frozenset) else kind
 
     def _refuse_buffers(self, node: Node) -> None:
         for read in self._buffers.intersection(inputs_of(node)):

@@ -245,6 +245,11 @@ def map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
     return _map_leaves(given, lambda x: number(x) if is_open(x) else x) if _has_open(given) else given
 
 
+def has_open_numbers(node: Node) -> bool:
+    """Whether a node is a number that is computed from open sizes, or has such a number among its arguments."""
+    return is_open(node.meta.get("val")) or _has_open(node.args) or _has_open(node.kwargs)
+
+
 _CLOSED = frozenset((fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device))
 
 

@@ -194,14 +194,16 @@ class Readings:
                 found = list(self._given[len(self.found)])
         self.found.append(reading)
         self.values.append(found)
-        return [self._give(reading, x, first + i) if isinstance(x, Tensor) else x for i, x in enumerate(found)]
+        return [self._give(reading, x, first + i) for i, x in enumerate(found)]
 
-    def _give(self, reading: Reading, x: Tensor, position: int) -> Tensor:
-        """A new argument of the trace for a tensor that a reading found."""
+    def _give(self, reading: Reading, x: Any, position: int) -> Any:
+        """A new argument of the trace for a tensor that a reading found. A value of Python itself, or its open size."""
         form = self._forms.get(position)
+        if self._symbols is not None and self._given is None and form is not None:
+            self._check(reading, x, self._symbols, form[0])
+        if not isinstance(x, Tensor):
+            return x if form is None else form[0][0]
         with disable_modes():
-            if self._symbols is not None and form is not None:
-                self._check(reading, x, self._symbols, form[0])
             fake, value = self._make(x, form)
         node = self._traced.emit_further_argument(f"read{len(self.arguments)}_1", value)
         self._traced.track(fake, node)
@@ -211,12 +213,13 @@ class Readings:
         self._fixed.add(storage(node))
         return fake
 
-    def _check(self, reading: Reading, x: Tensor, symbols: Symbols, shape: Sequence[Any]) -> None:
+    def _check(self, reading: Reading, x: Any, symbols: Symbols, shape: Sequence[Any]) -> None:
         """Refuse a trace with open sizes whose call has other sizes than those that it was opened with."""
         examples = dict(zip(map(id, symbols.sizes), symbols.examples))
         expected = [examples.get(id(size), size) for size in shape]
-        if expected != list(x.shape):
-            raise FzeroError(reading.where, f"found {list(x.shape)}, not {expected}", "the step is traced again")
+        found = list(x.shape) if isinstance(x, Tensor) else [x]
+        if expected != found:
+            raise FzeroError(reading.where, f"found {found}, not {expected}", "the step is traced again")
 
 
 def _has_elements(x: Tensor) -> bool:

@@ -30,10 +30,16 @@ def sign_leaf(leaf: Any) -> Any:
     return describe_value(leaf)
 
 
+def sign_read(value: Any) -> Any:
+    """The properties of a value that a reading found, on which the program depends. A whole number is described as a
+    size is, which may be open."""
+    return (torch.Size([value]), int, None, (1,), False) if type(value) is int else sign_leaf(value)
+
+
 def sign_all(signature: Signature, found: Found) -> Signature:
     """The signature of a call with what readings found in its batch."""
     settings, treedef, leaves = signature
-    return settings, treedef, [*leaves, *map(sign_leaf, flatten(found))]
+    return settings, treedef, [*leaves, *map(sign_read, flatten(found))]
 
 
 def _name_all(treedef: tree.TreeDef, read: Sequence[str]) -> list[str]:
@@ -61,7 +67,7 @@ def describe_changes(known: Sequence[Any], signature: Any, read: Sequence[str] =
     if most is None or len(columns[most]) == 1:
         return describe_change(known[0], signature, read) or "settings such as autocast keep changing"
     name, seen = _name_all(treedef, read)[most], columns[most]
-    shapes = list(dict.fromkeys(str(list(x[0])) for x in seen if is_batch(x)))
+    shapes = list(dict.fromkeys(str(list(x[0])) for x in seen if is_batch(x) and x[1] is not int))
     if len(shapes) > 1:
         way_out = "round its lengths up a few fixed ones, as the ladder of fzero.data.loader does"
         return f"{name} had {len(shapes)} shapes, {_list_some(shapes)}; {way_out}, or give max_programs"
@@ -70,7 +76,7 @@ def describe_changes(known: Sequence[Any], signature: Any, read: Sequence[str] =
 
 
 def is_batch(described: Any) -> bool:
-    """Whether this is the description of a plain tensor."""
+    """Whether this is the description of a plain tensor, or of a number that was read."""
     return isinstance(described, tuple) and isinstance(described[0], torch.Size)
 
 
@@ -88,6 +94,8 @@ def _format(described: Any) -> str:
         in_bucket = f"one of {count} in bucket {layout.bucket!r}" if count > 1 else f"alone in bucket {layout.bucket!r}"
         return f"{described.dtype} {list(leaf.shape)} of {leaf.path} on {layout.mesh}, {in_bucket}{where}"
     if is_batch(described):
+        if described[1] is int:
+            return repr(described[0][0])
         return f"{described[1]} {list(described[0])} on {described[2]} with strides {described[3]}"
     if not isinstance(described, tuple):
         return "another object"
