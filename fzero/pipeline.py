@@ -23,7 +23,7 @@ from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.known import Generals
 from fzero.general.programs import General, Trace, make_general
 from fzero.general.sizes import Sizes, find_changes
-from fzero.general.together import RankCall, Together, find_common_places, find_open_moves, open_sizes, tabulate
+from fzero.general.together import RankCall, Together, find_common_places, find_open_moves, open_sizes
 from fzero.given import refuse_mesh
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
@@ -215,14 +215,20 @@ class Pipeline(Generic[T]):
         known, self._together = self._together, None
         before = [known.general.sizes.signature] if known else []
         like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
-        places = find_common_places(self.on, [tabulate(x) for x in (*signatures, *like)], self._name)
-        if isinstance(places, str):
-            return places
-        found = self._open(readers[0], open_sizes(signatures[0], places), list(zip(*places)))
+        groups = find_common_places(self.on, [*signatures, *like])
+        if isinstance(groups, str):
+            return groups
+        sizes, others = open_sizes(signatures[0], groups), list(zip(*(sizes for sizes, _ in groups)))
+        found = self._open(readers[0], sizes, others)
         failed = isinstance(found, str)
-        if self.on.find_largest(int(failed), f"a program of {self._name} for batches of other sizes"):
+        if self.on.find_largest(int(failed), "a program for batches of other sizes"):
             return found if isinstance(found, str) else "another rank says why"
-        self._together = found if isinstance(found, Together) else None
+        assert isinstance(found, Together)
+        calls = [RankCall(reader.signature, reader.leaves) for reader in readers]
+        with disable_autocast(), pause_garbage_collection():
+            if found.find(calls) is None:
+                return found.why or "another rank says why"
+        self._together = found
         return None
 
     def _open(self, reader: Reader, sizes: Sizes, others: Sequence[Sequence[int]]) -> Together | str:

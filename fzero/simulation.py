@@ -46,8 +46,8 @@ from fzero.state.grouping import group_by_layout
 from fzero.values.sharded import Sharded
 
 DECIDE_ALIKE = (
-    "compute with tensors, or with x.item() and x.tolist(), whose numbers may differ; where Python goes another way, as "
-    "by if, int(x), len(x) and range(n), let the batches of all ranks decide alike"
+    "compute with tensors, or with numbers of x.item() and x.tolist(), which may differ; where Python goes another "
+    "way, as by if, int(x), len(x) and range(n), let the batches of all ranks decide alike"
 )
 """The way out where batches of ranks ask for several programs."""
 

@@ -108,6 +108,7 @@ class Generals:
         if any(map(is_foreign, passes)) or BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes
         if self._tries[key] >= MAX_GENERALS:
+            self.why = f"it was traced with open sizes {MAX_GENERALS} times, and other sizes fit none of these programs"
             return None
         self._tries[key] += 1
         try:

@@ -15,7 +15,7 @@ from fzero.base.symbols import Symbols
 from fzero.base.user_line import current_user_line
 from fzero.budget.fit import Budget, Rewrite, find_plan, list_passes_of
 from fzero.budget.programs import follow_plan
-from fzero.general.sizes import Place, Sizes, find_changes, find_size, open_form
+from fzero.general.sizes import Place, Sizes, find_changes, find_size, is_number, list_read, open_form
 from fzero.passes.run import Pass, name_of_pass, run_passes
 from fzero.program import ops
 from fzero.program.open import Open, Template, fill_reference, find_difference, make_template
@@ -228,9 +228,12 @@ def trace_general(
     Raises:
         FzeroError: where there is no such program.
     """
-    found = dict[tuple[int, ...], list[Place]]()
-    for place in dict.fromkeys(place for each in known for place in find_changes(each, signature) or ()):
-        found.setdefault(tuple(find_size(each, place) for each in (signature, *known)), []).append(place)
+    found = dict[Any, list[Place]]()
+    changed = (place for each in known for place in find_changes(each, signature) or ())
+    read = (place for place in list_read(signature) if find_size(signature, place) >= LEAST)
+    for place in dict.fromkeys((*changed, *read)):
+        sizes = tuple(find_size(each, place) for each in (signature, *known))
+        found.setdefault(place if is_number(signature, place) else sizes, []).append(place)
     return make_general(trace, rewrite, finish, Sizes(signature, tuple(map(tuple, found.values()))))
 
 

@@ -84,13 +84,23 @@ class Sizes(NamedTuple):
 
     def count(self, sizes: Sequence[int]) -> int:
         """The product of those that are no strides and no numbers: it grows with the elements of batches."""
-        leaves = self.signature[2]
 
         def is_size(place: Place) -> bool:
-            described = leaves[place[0]]
-            return place[1] < len(described[0]) and described[1] is not int
+            return place[1] < len(self.signature[2][place[0]][0]) and not is_number(self.signature, place)
 
         return prod(size for size, places in zip(sizes, self.places) if any(map(is_size, places)))
+
+
+def is_number(signature: Signature, place: Place) -> bool:
+    """Whether a place is that of a number which was read. Numbers that are equal in some calls are so by chance."""
+    return signature[2][place[0]][1] is int
+
+
+def list_read(signature: Signature) -> list[Place]:
+    """The places that elements of the batch decide: the rows of what was read, and the numbers. They are open also
+    where calls have not differed in them yet."""
+    first = signature[1].num_leaves
+    return [(i, 0) for i, x in enumerate(signature[2]) if i >= first and is_batch(x) and x[0]]
 
 
 def find_size(signature: Signature, place: Place) -> int:

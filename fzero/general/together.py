@@ -7,6 +7,7 @@ all start the same collectives in the same order, and each fills in its own size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from fzero.base.formulas import LEAST
 from fzero.base.torch_private import pytree_leaves
 from fzero.base.torch_private_traces import has_open_sizes
 from fzero.general.programs import General
-from fzero.general.sizes import Place, Sizes, find_size, is_constant, list_own_strides, open_form
+from fzero.general.sizes import Place, Sizes, is_constant, is_number, list_own_strides, list_read, open_form
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.readings import Found
@@ -52,7 +53,8 @@ class Together:
         self.general, self._like, self._on, self._name, self._limit = general, like, on, name, limit
         self._trace = trace
         self._made: dict[Any, Any] = {}
-        self._small: dict[tuple[int, ...], bool] = {}  # sizes below `LEAST` -> whether they have the same program
+        self._different: dict[tuple[int, ...], str | None] = {}  # of sizes that break conditions
+        self.why: str | None = None
 
     def find(self, calls: Sequence[RankCall]) -> list[tuple[Any, Found]] | None:
         """What is finished for the calls of the ranks of this process, and what readings find; None on all ranks where
@@ -68,25 +70,35 @@ class Together:
         return made
 
     def _find_sizes(self, call: RankCall) -> tuple[list[int], Found]:
-        """The sizes of a call, and what readings find. `MISFIT` for each size where the program does not fit."""
+        """The sizes of a call, and what readings find. `MISFIT` for each size where the program does not fit: `why`."""
         found = self.general.read(*call) if all(x.is_unchanged for x in self.general.watches) else None
-        sizes = "" if found is None else self.general.find_sizes(sign_all(call.signature, found), least=0)
-        if found is None or isinstance(sizes, str) or not self._serves(call, found, sizes):
-            return [MISFIT] * len(self.general.sizes.places), []
-        return sizes, found
+        whole = None if found is None else sign_all(call.signature, found)
+        sizes = "it differs in more than sizes" if whole is None else self.general.sizes.find(whole, least=0)
+        if isinstance(sizes, str):
+            self.why = sizes
+        else:
+            assert found is not None
+            self.why = self._find_difference(call, found, sizes)
+            if self.why is None:
+                return sizes, found
+        return [MISFIT] * len(self.general.sizes.places), []
 
-    def _serves(self, call: RankCall, found: Found, sizes: list[int]) -> bool:
-        """Whether the sizes of a call have this program. Of sizes below `LEAST` a trace shows it."""
-        key = tuple(sizes)
-        if min(sizes) < LEAST and key not in self._small:
-            self._small[key] = self._like.find_difference(sizes, self._trace(call, found)) is None
-        return self._small.get(key, True)
+    def _find_difference(self, call: RankCall, found: Found, sizes: list[int]) -> str | None:
+        """Why a call of these sizes has another program; None where it has this one. Of sizes that break conditions, as
+        sizes of 0 and 1 do, a trace shows it."""
+        broken, key = self.general.conditions().find_broken(sizes), tuple(sizes)
+        if broken is None:
+            return None
+        if key not in self._different:
+            difference = self._like.find_difference(sizes, self._trace(call, found))
+            self._different[key] = difference and f"{broken}: {difference}"
+        return self._different[key]
 
     def _find_largest(self, rows: Sequence[Sequence[int]]) -> list[int] | None:
         """The largest sizes of any rank; None on all ranks where the program does not fit one."""
         largest = list[int]()
         for column in zip(*rows):
-            largest.append(self._on.find_largest(max(column), f"the largest batch of {self._name}"))
+            largest.append(self._on.find_largest(max(column), "the largest sizes of batches"))
             if largest[0] == MISFIT:
                 return None
         return largest
@@ -107,13 +119,14 @@ def tabulate(signature: Signature) -> Table:
     return [(tuple(x[0]), tuple(x[3])) if is_batch(x) else values.get(i) for i, x in enumerate(leaves)]
 
 
-Groups = dict[tuple[int, ...], list[Place]]
-"""Places at which sizes differ in tables, by the sizes that they have in all of them."""
+Groups = list[tuple[tuple[int, ...], list[Place]]]
+"""Places at which sizes differ in tables, behind the sizes that they have in all of them."""
 
 
-def group_places(tables: Sequence[Table]) -> Groups | str:
-    """The groups of places of tables. Where tables differ in more than sizes, the reason."""
-    groups = Groups()
+def group_places(tables: Sequence[Table], signature: Signature) -> Groups | str:
+    """The groups of places of tables, one of which is that of a signature. Where tables differ in more than sizes, the
+    reason."""
+    groups, read = dict[Any, tuple[tuple[int, ...], list[Place]]](), set(list_read(signature))
     if len(set(map(len, tables))) > 1:
         return "values of their batches lead ranks through other code"
     for i, column in enumerate(zip(*tables)):
@@ -128,23 +141,23 @@ def group_places(tables: Sequence[Table]) -> Groups | str:
         ((count, *strides),) = own
         for dim in (*range(count), *(count + x for x in strides)):
             sizes = tuple((*shape, *stride)[dim] for shape, stride in column)
-            if len(set(sizes)) > 1:
-                groups.setdefault(sizes, []).append((i, dim))
-    return groups or ALIKE
+            if len(set(sizes)) > 1 or (i, dim) in read:
+                key = (i, dim) if is_number(signature, (i, dim)) else sizes
+                groups.setdefault(key, (sizes, []))[1].append((i, dim))
+    return list(groups.values()) if len(set(map(repr, tables))) > 1 else ALIKE
 
 
 def open_sizes(signature: Signature, groups: Groups) -> Sizes:
-    """The sizes that are open in a program for all ranks, and examples: those of a rank's `signature`, or larger ones
-    for sizes that have programs of their own."""
+    """The sizes that are open in a program for all ranks. Their examples, the same on all ranks, are those of the
+    largest call: small sizes have programs of their own."""
     settings, treedef, described = signature
-    made, places = list(described), tuple(map(tuple, groups.values()))
-    own = Sizes(signature, places)
-    small = {place: LEAST + max(sizes) for sizes, group in groups.items() for place in group}
-    small = {place: size for place, size in small.items() if find_size(signature, place) < LEAST}
-    for i in {i for i, _ in small}:
-        shape, strides = open_form(described[i], small, i)
+    made, calls = list(described), list(zip(*(sizes for sizes, _ in groups)))
+    largest = max(calls, key=lambda sizes: (min(sizes) >= LEAST, prod(sizes)))
+    examples = {place: max(size, LEAST) for (_, group), size in zip(groups, largest) for place in group}
+    for i in {i for i, _ in examples}:
+        shape, strides = open_form(described[i], examples, i)
         made[i] = (torch.Size(shape), *described[i][1:3], tuple(strides), *described[i][4:])
-    return own._replace(signature=(settings, treedef, made))
+    return Sizes((settings, treedef, made), tuple(tuple(group) for _, group in groups))
 
 
 def find_open_moves(programs: Iterable[Program]) -> Node | None:
@@ -161,7 +174,8 @@ def find_open_moves(programs: Iterable[Program]) -> Node | None:
     return None
 
 
-def find_common_places(on: Ranks, tables: Sequence[Table], name: str) -> Groups | str:
-    """`group_places` of the tables of all ranks: a collective."""
-    gather = gather_words(on.members, f"the sizes of the batches of {name}")
-    return group_places([table for own in gather(list(tables)).values() for table in own])
+def find_common_places(on: Ranks, signatures: Sequence[Signature]) -> Groups | str:
+    """The groups of places of the calls that ranks know: a collective. Where they differ in more, the reason."""
+    gather = gather_words(on.members, "the sizes of batches")
+    tables = gather(list(map(tabulate, signatures))).values()
+    return group_places([table for own in tables for table in own], signatures[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ _BY_INDEX = frozenset(
     }
 )
 """Operations whose second argument is a list of indices, where a mask stands for the numbers of its true elements."""
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MOST_NUMBERS = 64
+"""The most numbers of a list that may be open. A longer list is one value, and another list another program."""
 _OWN = frozenset({"aten", "prims"})
 _MASKS = (torch.bool, torch.uint8)
 Make = Callable[[Tensor, Any], tuple[Tensor, Tensor]]
@@ -73,6 +77,7 @@ class Readings:
         self._order: dict[Node, int] = {}
         """The nodes that batches alone decide, and captured tensors, in order."""
         self._fixed = {storage(node) for node in self._sources}
+        self._captured: dict[int, tuple[Tensor, Node]] = {}
         self._lost = set[Any]()  # memory into which something else was written
         self._known: dict[Any, Any] = {}
         self._last: Node | None = kinds.find_last()
@@ -82,18 +87,21 @@ class Readings:
         return self._read(func, args, kwargs)
 
     def read_list(self, x: Tensor) -> list[Any] | None:
-        """`[x.tolist()]`, where the batch alone decides it; else None."""
-        return self._read(_aten.alias.default, (x,), {}, Tensor.tolist)
+        """`[x.tolist()]`, where the batch alone decides it; else None. Few whole numbers may be open."""
+        if x.dtype not in _WHOLE or not 0 < x.numel() <= MOST_NUMBERS:
+            return self._read(_aten.alias.default, (x,), {}, Tensor.tolist)
+        items = self._read(_aten.alias.default, (x,), {}, _list_items, x.numel())
+        if items is None:
+            return None
+        for size in reversed(x.shape[1:]):
+            items = [items[i : i + size] for i in range(0, len(items), size)]
+        return [items] if x.ndim else items
 
     def read_rows(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args)`, whose shape the batch alone decides; else None."""
         if func in _BY_INDEX:
             indices = self._number(args[1])
             return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
-        if func is _aten.masked_select.default:
-            x, mask = torch.broadcast_tensors(*args)
-            rows = self._number([mask.reshape(-1)])
-            return None if rows is None else _aten.index.Tensor(x.reshape(-1), rows)
         found = self._read(func, args, kwargs)
         if found is None:
             return None
@@ -114,20 +122,38 @@ class Readings:
         return numbers
 
     def _read(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], convert: Callable[[Any], Any] | None = None
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        convert: Callable[[Any], Any] | None = None,
+        count: int = 0,
     ) -> list[Any] | None:
-        """What `func` returns, as a list: traced tensors, or a value of Python."""
-        self._follow()
+        """What `func` returns, as a list: traced tensors, or a value of Python; or so many that `convert` returns."""
         tensors = [x for x in pytree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
-        operands = list(map(self._traced.node_of, tensors))
+        operands = list(map(self._find_node, tensors))
+        self._follow()
         if not operands or not all(x is not None and self._is_alone(x) for x in operands):
             return None
         nodes = iter(operands)
         given = fx.node.map_aggregate((args, dict(kwargs)), lambda x: next(nodes) if isinstance(x, Tensor) else x)
         key = func, convert, repr(given)
         if key not in self._known:
-            self._known[key] = self._add(self._cut(func, given, operands, convert))
+            reading = self._cut(func, given, operands)
+            count = count or len(func._schema.returns)
+            self._known[key] = self._add(replace(reading, convert=convert, count=count))
         return self._known[key]
+
+    def _find_node(self, x: Tensor) -> Node | None:
+        """The node of a traced tensor, or of one that the step captured."""
+        node = self._traced.node_of(x)
+        if node is None and type(x) is Tensor:
+            if id(x) not in self._captured:
+                with disable_modes():
+                    _, value = self._make(x, None)
+                self._captured[id(x)] = x, self._traced.emit_constant(x, {"val": value})
+            _, node = self._captured[id(x)]
+        return node
 
     def _is_alone(self, node: Node) -> bool:
         return (node in self._sources or node in self._order) and storage(node) not in self._lost
@@ -158,7 +184,7 @@ class Readings:
         else:
             self._lost.update(written)
 
-    def _cut(self, func: Any, given: Any, operands: Sequence[Node], convert: Any) -> Reading:
+    def _cut(self, func: Any, given: Any, operands: Sequence[Node]) -> Reading:
         """The reading that calls `func` on what these nodes compute."""
         needed, memory = set(operands), {storage(x) for x in operands}
         for node in reversed(self._order):
@@ -180,8 +206,7 @@ class Readings:
         args, kwargs = fx.map_arg(given, copies.__getitem__)
         graph.output([graph.create_node("call_function", func, args, kwargs)])
         program = self._begin_program(graph, constants)
-        places = tuple(self._sources[x] for x in sources)
-        return Reading(current_user_line(), program, places, len(func._schema.returns), convert)
+        return Reading(current_user_line(), program, tuple(self._sources[x] for x in sources))
 
     def _add(self, reading: Reading) -> list[Any]:
         """Compute a reading. What it finds, with a new argument of the trace for each tensor."""
@@ -220,6 +245,10 @@ class Readings:
         found = list(x.shape) if isinstance(x, Tensor) else [x]
         if expected != found:
             raise FzeroError(reading.where, f"found {found}, not {expected}", "the step is traced again")
+
+
+def _list_items(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.reshape(-1).tolist())
 
 
 def _has_elements(x: Tensor) -> bool:

@@ -252,6 +252,12 @@ def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
 
+def _masked_select(func: Callable[..., Any], x: Tensor, mask: Tensor) -> Tensor:
+    """`torch.masked_select`, whose derivative takes sizes as they are."""
+    x, mask = torch.broadcast_tensors(_gather(x), _gather(mask))
+    return x[mask]
+
+
 REWRITES: dict[str, Callable[..., Any]] = {
     "one_hot": _one_hot,
     "cov": _cov,
@@ -265,6 +271,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "linalg_lstsq": _lstsq,
     "linear": _linear,
+    "masked_select": _masked_select,
     "requires_grad_": keep_requires_grad,
     "tensor": _tensor,
     "as_tensor": _tensor,

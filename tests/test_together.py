@@ -1,0 +1,157 @@
+"""Ranks whose batches have other sizes: each trains on its own, as in plain torch, by one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from processes import RankError, run
+from test_general import Traced
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy, embedding, rms_norm
+
+import fzero
+
+WORDS, WIDTH, MOST = 11, 6, 40
+Call = tuple[int, int]
+"""The sequences of a rank's batch, and their length."""
+LENGTHS: list[list[Call]] = [
+    [(2, 5), (2, 9)],
+    [(2, 7), (2, 3)],
+    [(3, 12), (2, 12)],
+    [(2, 9), (2, 9)],
+    [(2, 4), (2, 8)],
+    [(2, 6), (1, 4)],
+    [(2, 31), (2, 2)],
+]
+"""The batches of two ranks in each step."""
+
+
+def make_params() -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / 2
+
+    layers = [{"in": draw(WIDTH, 2 * WIDTH), "out": draw(2 * WIDTH, WIDTH)} for _ in range(3)]
+    return {"words": draw(WORDS, WIDTH), "places": draw(MOST, WIDTH), "layers": layers}
+
+
+def make_batch(call: Call, seed: int) -> Tensor:
+    sequences, length = call
+    return torch.randint(WORDS, (sequences, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def compute_loss(params: Any, tokens: Tensor) -> Tensor:
+    """The loss of a language model on the words above 3. By their number a term shrinks that no word is part of."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    h = embedding(inputs, params["words"]) + params["places"][: inputs.shape[1]]
+    for layer in params["layers"]:
+        means = h.cumsum(1) / torch.arange(1, inputs.shape[1] + 1, dtype=h.dtype)[:, None]
+        h = h + torch.tanh(rms_norm(means, (WIDTH,)) @ layer["in"]) @ layer["out"]
+    known = targets > 3
+    size = sum(x.square().sum() for x in fzero.tree.leaves(params["layers"]))
+    return cross_entropy(h[known] @ params["words"].T, targets[known]) + size / known.sum().item()
+
+
+def update(params: Any, tokens: Tensor) -> Any:
+    loss, grads = fzero.value_and_grad(compute_loss)(params, tokens)
+    return fzero.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def train(mesh: DeviceMesh, calls: Sequence[Sequence[Call]], how: Any) -> Any:
+    """The losses, the last parameters, and how often the step was traced."""
+    traced = Traced(update)
+    step, params = fzero.shard(traced, mesh, **how), fzero.partition(make_params(), mesh)
+    losses = []
+    for i, row in enumerate(calls):
+        params, loss = step(params, make_batch(row[mesh.get_rank()], 10 * i + mesh.get_rank()))
+        losses.append(float(loss))
+    return losses, fzero.unpartition(params), traced.count
+
+
+def train_plainly(calls: Sequence[Sequence[Call]]) -> Any:
+    params, losses = make_params(), []
+    for i, row in enumerate(calls):
+        leaves, treedef = fzero.tree.flatten(params)
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        given = fzero.tree.unflatten(treedef, leaves)
+        parts = [compute_loss(given, make_batch(call, 10 * i + rank)) for rank, call in enumerate(row)]
+        loss = sum(parts) / len(parts)
+        grads = torch.autograd.grad(loss, leaves)
+        params = fzero.tree.unflatten(treedef, [(x - 0.1 * g).detach() for x, g in zip(leaves, grads)])
+        losses.append(float(loss))
+    return losses, params
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"stage": 2, "donate": False}, {"stage": 1}, {"memory": "1MiB"}, {"dynamic": {"args.1": {1: None}}}],
+    ids=str,
+)
+def test_ranks_train_on_batches_of_other_sizes(how: Any) -> None:
+    losses, params = train_plainly(LENGTHS)
+    for got, trained, count in run(2, train, LENGTHS, how):
+        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
+        for mine, plain in zip(fzero.tree.leaves(trained), fzero.tree.leaves(params)):
+            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+        assert count < 4 * len(LENGTHS)
+
+
+def train_compiled(mesh: DeviceMesh) -> Any:
+    return train(mesh, LENGTHS[:4], {"compile": True})[0]
+
+
+def test_ranks_train_compiled_on_batches_of_other_sizes() -> None:
+    losses, _ = train_plainly(LENGTHS[:4])
+    for got in run(2, train_compiled, timeout=300.0):
+        torch.testing.assert_close(got, losses)
+
+
+def exchange_rows(mesh: DeviceMesh) -> None:
+    def step(w: Any, x: Tensor) -> Any:
+        return w, (fzero.psum(x * x, "fsdp") @ w).sum()
+
+    w = fzero.partition({"w": torch.ones(3, 3)}, mesh)["w"]
+    fzero.shard(step, mesh)(w, torch.ones(2 + mesh.get_rank(), 3))
+
+
+def run_graphs_of_foreign_operations(mesh: DeviceMesh) -> None:
+    def step(w: Any, x: Tensor, scale: float) -> Any:
+        return w, (x @ w).sum() * scale
+
+    w = fzero.partition({"w": torch.ones(3, 3)}, mesh)["w"]
+    fzero.shard(step, mesh)(w, torch.ones(2, 3), 1.0 + mesh.get_rank())
+
+
+def shorten(mesh: DeviceMesh) -> None:
+    train(mesh, [[(2, 5), (2, 9)], [(2, 1), (2, 4)]], {})
+
+
+def branch(mesh: DeviceMesh) -> None:
+    def step(w: Any, x: Tensor) -> Any:
+        return w, (x @ w).sum() * (2 if x.shape[0] > 2 else 1)
+
+    w = fzero.partition({"w": torch.ones(3, 3)}, mesh)["w"]
+    fzero.shard(step, mesh)(w, torch.ones(2 + mesh.get_rank(), 3))
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (
+            exchange_rows,
+            r"argument 1: ranks are about to run different steps.*ranks exchange values whose shapes differ",
+        ),
+        (run_graphs_of_foreign_operations, "ranks are about to run different steps"),
+        (branch, r"Batches of ranks may have other sizes, but not here: .*asked by .*x.shape\[0\] > 2"),
+        (shorten, r"Batches of ranks may have other sizes, but not here: .*== 1 .*%"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_sizes_that_no_schedule_serves_are_an_error_of_all_ranks(case: Any, why: str) -> None:
+    with pytest.raises(RankError, match=f"(?s){why}"):
+        run(2, case)
