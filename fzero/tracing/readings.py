@@ -90,10 +90,6 @@ class Readings:
         if func in _BY_INDEX:
             indices = self._number(args[1])
             return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
-        if func is _aten.masked_select.default:
-            x, mask = torch.broadcast_tensors(*args)
-            rows = self._number([mask.reshape(-1)])
-            return None if rows is None else _aten.index.Tensor(x.reshape(-1), rows)
         found = self._read(func, args, kwargs)
         if found is None:
             return None
