@@ -284,6 +284,11 @@ class Pipeline(Generic[T]):
         except Exception:
             self._generals.forget_try(signature)
             raise
+        found = read_all(program.readings, leaves)
+        if sign_all(signature, found) != sign_all(signature, expected):  # the guess was another
+            general = self._generalize(reader, found, args)
+            if general is not None and (made := self._add(general, reader)) is not None:
+                return made
         return self._finish(reader, program)
 
     def _expect(self, reader: Reader) -> Found:

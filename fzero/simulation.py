@@ -193,8 +193,8 @@ class Simulation:
         rows = iter(placed)
         leaves = [next(rows) if isinstance(x, Tensor) else x for x in (*leaves, *state)]
         arguments = self._place_arguments(treedef, leaves)
-        for row, own in zip(arguments, read):
-            row[behind:behind] = own
+        for row, values in zip(arguments, read):
+            row[behind:behind] = values
         for argument, value in zip(program.arguments, given):
             if argument.donated and isinstance(value, Sharded):
                 value.give_up()

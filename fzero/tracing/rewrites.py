@@ -87,6 +87,15 @@ def _index_fill_(func: Callable[..., Any], x: Tensor, dim: int, index: Tensor, v
     return x.copy_(_index_fill(torch.index_fill, x, dim, index, value))
 
 
+def _masked_select(func: Callable[..., Any], x: Tensor, mask: Tensor) -> Tensor:
+    """`masked_select`. torch's derivative asks for open sizes."""
+    x, mask = _gather(x), _gather(mask)
+    if mask.dtype != torch.bool:
+        return func(x, mask)  # which raises an error
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return x.expand(shape).reshape(-1)[mask.expand(shape).reshape(-1)]
+
+
 def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None:
     """`x[key] = value`. Of a value that a mask spreads, torch's derivative has a row for each place that is true."""
     keys = tuple(map(_gather, key if isinstance(key, tuple) else (key,)))
