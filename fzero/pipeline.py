@@ -21,9 +21,10 @@ from fzero.budget.programs import follow_plan, mark_trace
 from fzero.cache.programs import Call, CallFiles, StoredPrograms
 from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.known import Generals
-from fzero.general.programs import General, Trace, make_general
-from fzero.general.sizes import Sizes, find_changes
-from fzero.general.together import RankCall, Together, find_common_places, find_open_moves, open_sizes
+from fzero.general.programs import General, Trace
+from fzero.general.together import (
+    RankCall,
+)
 from fzero.given import refuse_mesh
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
@@ -90,7 +91,6 @@ class Pipeline(Generic[T]):
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._dynamic = None if dynamic is None else Dynamic(dynamic, fn)
         self._generals = Generals(self._name)
-        self._together: Together | None = None
         self._links_open = True  # whether `finish_open` returned a function
         self._stored = None if cache is None else StoredPrograms(cache, self._name)
         self._has_warned = False
@@ -148,7 +148,7 @@ class Pipeline(Generic[T]):
 
     def _forget(self) -> None:
         self._cache.clear()
-        self._generals, self._together = Generals(self._name), None
+        self._generals = Generals(self._name)
 
     def _lie_with(self, leaves: Sequence[Any]) -> None:
         """Let state lie along the axes of the mesh that `partition` cut it over."""
@@ -189,71 +189,6 @@ class Pipeline(Generic[T]):
             self._check(leaves, treedef)
             raise
 
-    @property
-    def is_together(self) -> bool:
-        """Whether batches of ranks had other sizes."""
-        return self._together is not None
-
-    def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[Prepared[T]]:
-        """`find` for the leaves of each rank of this process. Where the batches of ranks have had other sizes, by one
-        schedule for all ranks: then a collective."""
-        if self._together is not None:
-            for leaves in rows:
-                self._lie_with(leaves)
-            calls = [RankCall(self._describe(leaves, treedef), leaves) for leaves in rows]
-            with disable_autocast(), pause_garbage_collection():
-                found = self._together.find(calls)
-            if found is not None:
-                return [Prepared(finished, list_tensors(read), is_together=True) for finished, read in found]
-        return [self.find(leaves, treedef) for leaves in rows]
-
-    def open_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> str | None:
-        """Let `find_together` find one schedule for calls that differ in the sizes of batches, behind `find` of each.
-        A collective. Where there is none, the reason, on all ranks."""
-        readers = [Reader(self._describe(leaves, treedef), leaves) for leaves in rows]
-        signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
-        known, self._together = self._together, None
-        before = [known.general.sizes.signature] if known else []
-        like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
-        groups = find_common_places(self.on, [*signatures, *like])
-        if isinstance(groups, str):
-            return groups
-        sizes, others = open_sizes(signatures[0], groups), list(zip(*(sizes for sizes, _ in groups)))
-        found = self._open(readers[0], sizes, others)
-        failed = isinstance(found, str)
-        if self.on.find_largest(int(failed), "a program for batches of other sizes"):
-            return found if isinstance(found, str) else "another rank says why"
-        assert isinstance(found, Together)
-        calls = [RankCall(reader.signature, reader.leaves) for reader in readers]
-        with disable_autocast(), pause_garbage_collection():
-            if found.find(calls) is None:
-                return found.why or "another rank says why"
-        self._together = found
-        return None
-
-    def _open(self, reader: Reader, sizes: Sizes, others: Sequence[Sequence[int]]) -> Together | str:
-        """The program of `find_together`. Where there is none, the reason. `others` are the sizes of all ranks."""
-
-        def trace(call: RankCall, found: Found) -> Program:
-            return self._open_trace(call, found, "batches of ranks have other sizes")(None, {})
-
-        call, expected = RankCall(reader.signature, reader.leaves), self._expect(reader)
-        is_own = sizes.signature == sign_all(reader.signature, expected)
-        how = self._open_trace(call, expected, "batches of ranks have other sizes", is_own)
-        with disable_autocast(), pause_garbage_collection():
-            what = how, self.passes, self._finish_template
-            like = self._generals.open(sizes.signature, sizes.places, *what, again=True, others=others)
-            if like is None:
-                return self._generals.why
-            general = make_general(*what, sizes, differ=True)
-        if not self._links_open:
-            return "each of its programs is linked by itself, as with compile='graph' and operations from outside"
-        node = find_open_moves([general.program])
-        if node is not None:
-            return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
-        general.watches = self._watch(general.program)
-        return Together(general, like, self.on, self._name, self.limit, trace)
-
     def _make(self, reader: Reader) -> tuple[Traced, Found]:
         """The program of a call that no program in memory fits: from a file, of a trace with open sizes, or of a trace
         of its own. Also returns what its readings find."""
@@ -284,9 +219,9 @@ class Pipeline(Generic[T]):
         except Exception:
             self._generals.forget_try(signature)
             raise
-        found = read_all(program.readings, leaves)
-        if sign_all(signature, found) != sign_all(signature, expected):  # the guess was another
-            general = self._generalize(reader, found, args)
+        read = read_all(program.readings, leaves)
+        if sign_all(signature, read) != sign_all(signature, expected):  # the guess was another
+            general = self._generalize(reader, read)
             if general is not None and (made := self._add(general, reader)) is not None:
                 return made
         return self._finish(reader, program)

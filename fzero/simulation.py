@@ -32,12 +32,13 @@ from fzero.layout.parts import take_part
 from fzero.options import choose_rewrite, find_plan_of
 from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
-from fzero.pipeline import MAX_PROGRAMS, Pipeline
+from fzero.pipeline import MAX_PROGRAMS
 from fzero.program.open import find_difference
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.program.signature import Result
+from fzero.rank_pipeline import RankPipeline
 from fzero.ranks.virtual import virtual
 from fzero.report import Report, report_step
 from fzero.returned import Returned
@@ -112,7 +113,7 @@ class Simulation:
         functools.update_wrapper(self, fn, updated=())
         self.mesh, self._flags = mesh, FlagReader()
         self._data = mesh.join(axis for axis in mesh.names if axis not in model_axes)
-        self._pipeline = Pipeline(
+        self._pipeline = RankPipeline(
             fn,
             virtual(mesh),
             passes,
@@ -190,8 +191,8 @@ class Simulation:
         self._flags.read(list_flags(program, given))
         placed = _separate(program, given)
         del placed[behind : behind + len(read[0])]
-        rows = iter(placed)
-        leaves = [next(rows) if isinstance(x, Tensor) else x for x in (*leaves, *state)]
+        tensors = iter(placed)
+        leaves = [next(tensors) if isinstance(x, Tensor) else x for x in (*leaves, *state)]
         arguments = self._place_arguments(treedef, leaves)
         for row, values in zip(arguments, read):
             row[behind:behind] = values

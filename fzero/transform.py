@@ -27,10 +27,11 @@ from fzero.linked import Linked, Mode, link_program, link_template
 from fzero.options import choose_rewrite, find_plan_of
 from fzero.pass_state import create_pass_state, order_pass_state
 from fzero.passes.run import Pass
-from fzero.pipeline import MAX_PROGRAMS, Pipeline
+from fzero.pipeline import MAX_PROGRAMS
 from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
+from fzero.rank_pipeline import RankPipeline
 from fzero.ranks.agreement import Differing, agree
 from fzero.ranks.likeness import check_alike
 from fzero.ranks.live import Live, live
@@ -151,7 +152,7 @@ class Step:
         self._flags, self._model_axes, remember = FlagReader(), model_axes, functools.lru_cache(MAX_FRAGMENTS)
         finish = functools.partial(link_program, compile, remember(compile_fragment))
         finish_open = functools.partial(link_template, compile, remember(compile_open))
-        self._pipeline = Pipeline(
+        self._pipeline = RankPipeline(
             fn, on, passes, finish, max_programs, finish_open, cache, not compile, model_axes, dynamic
         )
 

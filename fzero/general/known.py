@@ -123,4 +123,8 @@ class Generals:
         """Whether a known signature differs from a new one in sizes only, and no general program that fits the known
         one has all of these open."""
         changes = find_changes(known, signature)
-        return bool(changes) and not any(x.fits(known) and x.sizes.has(changes) for x in self._found)
+        return (
+            changes is not None
+            and bool(changes)
+            and not any(x.fits(known) and x.sizes.has(changes) for x in self._found)
+        )

@@ -91,7 +91,7 @@ class Together:
             return None
         if key not in self._different:
             difference = self._like.find_difference(sizes, self._trace(call, found))
-            self._different[key] = difference and f"{broken}: {difference}"
+            self._different[key] = difference and f"{broken}, and a trace shows that it is another one"
         return self._different[key]
 
     def _find_largest(self, rows: Sequence[Sequence[int]]) -> list[int] | None:
@@ -179,3 +179,9 @@ def find_common_places(on: Ranks, signatures: Sequence[Signature]) -> Groups | s
     gather = gather_words(on.members, "the sizes of batches")
     tables = gather(list(map(tabulate, signatures))).values()
     return group_places([table for own in tables for table in own], signatures[0])
+
+
+def find_failure(on: Ranks, why: str | None) -> str | None:
+    """Why a rank has failed, the first that has: a collective. None where none has."""
+    failures = gather_words(on.members, "programs for batches of other sizes")(why)
+    return next((each for each in failures.values() if each is not None), None)

@@ -261,12 +261,6 @@ def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
 
-def _masked_select(func: Callable[..., Any], x: Tensor, mask: Tensor) -> Tensor:
-    """`torch.masked_select`, whose derivative takes sizes as they are."""
-    x, mask = torch.broadcast_tensors(_gather(x), _gather(mask))
-    return x[mask]
-
-
 REWRITES: dict[str, Callable[..., Any]] = {
     "one_hot": _one_hot,
     "cov": _cov,

@@ -282,7 +282,7 @@ class _Trace:
         given, before = (tree.unflatten(self.treedef, wrapped) for _ in range(2))  # a step may fill those given
         kinds = tracer.kinds = Kinds(self.describe(traced.graph, {}), traced)
         checks, caches = Checks(kinds), CacheCheck(given)
-        symbols = self.open and self.open.symbols
+        symbols = None if self.open is None else self.open.symbols
         readings = self._readings = Readings(
             traced, kinds, leaves, self._arguments, self._make_fakes, self._shapes, symbols, self._given,
             self._begin_reading,

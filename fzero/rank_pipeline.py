@@ -1,0 +1,102 @@
+"""The pipeline of ranks whose batches may have other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from fzero.base import tree
+from fzero.base.ambient import disable_autocast
+from fzero.base.garbage import pause_garbage_collection
+from fzero.general.programs import make_general
+from fzero.general.sizes import Sizes, find_changes
+from fzero.general.together import (
+    RankCall,
+    Together,
+    find_common_places,
+    find_failure,
+    find_open_moves,
+    open_sizes,
+)
+from fzero.pipeline import Pipeline
+from fzero.prepared import Prepared, Reader
+from fzero.program.program import Program
+from fzero.program.readings import Found, list_tensors
+from fzero.tracing.signatures import sign_all
+
+T = TypeVar("T")
+
+
+class RankPipeline(Pipeline[T]):
+    """The programs of a function on ranks. Where the batches of ranks have other sizes, `open_together` lets
+    `find_together` find one schedule for all of them."""
+
+    _together: Together | None = None
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._together = None
+
+    @property
+    def is_together(self) -> bool:
+        """Whether batches of ranks had other sizes."""
+        return self._together is not None
+
+    def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[Prepared[T]]:
+        """`find` for the leaves of each rank of this process. Where the batches of ranks have had other sizes, by one
+        schedule for all ranks: then a collective."""
+        if self._together is not None:
+            for leaves in rows:
+                self._lie_with(leaves)
+            calls = [RankCall(self._describe(leaves, treedef), leaves) for leaves in rows]
+            with disable_autocast(), pause_garbage_collection():
+                found = self._together.find(calls)
+            if found is not None:
+                return [Prepared(finished, list_tensors(read), is_together=True) for finished, read in found]
+        return [self.find(leaves, treedef) for leaves in rows]
+
+    def open_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> str | None:
+        """Let `find_together` find one schedule for calls that differ in the sizes of batches, behind `find` of each.
+        A collective. Where there is none, the reason, on all ranks."""
+        readers = [Reader(self._describe(leaves, treedef), leaves) for leaves in rows]
+        signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
+        known, self._together = self._together, None
+        before = [known.general.sizes.signature] if known else []
+        like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
+        groups = find_common_places(self.on, [*signatures, *like])
+        if isinstance(groups, str):
+            return groups
+        sizes, others = open_sizes(signatures[0], groups), list(zip(*(sizes for sizes, _ in groups)))
+        found = self._open(readers[0], sizes, others)
+        why = find_failure(self.on, found if isinstance(found, str) else None)
+        if why is None:
+            assert isinstance(found, Together)
+            calls = [RankCall(reader.signature, reader.leaves) for reader in readers]
+            with disable_autocast(), pause_garbage_collection():
+                is_fitting = found.find(calls) is not None
+            why = None if is_fitting else find_failure(self.on, found.why)
+            self._together = found if is_fitting else None
+        return why
+
+    def _open(self, reader: Reader, sizes: Sizes, others: Sequence[Sequence[int]]) -> Together | str:
+        """The program of `find_together`. Where there is none, the reason. `others` are the sizes of all ranks."""
+
+        def trace(call: RankCall, found: Found) -> Program:
+            return self._open_trace(call, found, "batches of ranks have other sizes")(None, {})
+
+        call, expected = RankCall(reader.signature, reader.leaves), self._expect(reader)
+        is_own = sizes.signature == sign_all(reader.signature, expected)
+        how = self._open_trace(call, expected, "batches of ranks have other sizes", is_own)
+        with disable_autocast(), pause_garbage_collection():
+            what = how, self.passes, self._finish_template
+            like = self._generals.open(sizes.signature, sizes.places, *what, again=True, others=others)
+            if like is None:
+                return self._generals.why
+            general = make_general(*what, sizes, differ=True)
+        if not self._links_open:
+            return "each of its programs is linked by itself, as with compile='graph' and operations from outside"
+        node = find_open_moves([general.program])
+        if node is not None:
+            return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
+        general.watches = self._watch(general.program)
+        return Together(general, like, self.on, self._name, self.limit, trace)
