@@ -110,6 +110,9 @@ def shard(
     * `cache`: a folder of programs. A step whose program is there is not traced: a restarted run begins at once
       (docs/cache.md). What a program depends on is compared; what cannot be compared is traced. None: no folder.
 
+    Values and shapes that the batch alone decides, such as `h[labels != -100]`, are computed in front of the program.
+    Ranks may take batches of other sizes (docs/functional.md).
+
     The step is traced at its first call. It is traced again, which the logger "fzero" reports, when these change:
     shapes, strides, dtypes, structure or constants of the arguments; settings such as autocast; values that the step
     reads from its surroundings. From the second shape of a batch on one trace serves all sizes that it can

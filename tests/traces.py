@@ -43,17 +43,19 @@ def share_traces() -> Iterator[list[int]]:
     known: dict[Any, tuple[Any, Program]] = {}
     counts = [0, 0]
 
-    def trace_once(fn: Callable[..., Any], args: tuple[Any, ...], mesh: fzero.VirtualMesh, *more: Any) -> Program:
-        key = None if any(more) else _sign(fn, args, mesh)  # neither open nor on model axes
+    def trace_once(
+        fn: Callable[..., Any], args: tuple[Any, ...], mesh: fzero.VirtualMesh, *more: Any, **how: Any
+    ) -> Program:
+        key = None if any((*more, *how.values())) else _sign(fn, args, mesh)  # neither open nor on model axes
         if key is None:
-            return trace(fn, args, mesh, *more)
+            return trace(fn, args, mesh, *more, **how)
         if key in known:
             counts[1] += 1
             return known[key][1].copy()
         program = trace(fn, args, mesh)
         counts[0] += 1
         constants = all(isinstance(result.constant, _ATOMS) for result in program.results if result.is_constant)
-        if constants and not program.constants and key == _sign(fn, args, mesh):
+        if constants and not program.constants and not program.readings and key == _sign(fn, args, mesh):
             known[key] = (fn, program)  # with the function, whose globals are known by their address
             return program.copy()  # as the next ones get: names of new nodes follow from the copy
         return program

@@ -240,7 +240,7 @@ PROBLEMS = {
     ),
 }
 """The first word of a line -> the problem where this line differs, and the way out."""
-STEPS = "ranks are about to run different steps", "give every rank arguments of the same shapes and the same step"
+STEPS = "ranks are about to run different steps", "give every rank the same step, and batches that differ in sizes alone"
 
 
 def _disagreement(found: Disagreement, ranks: Sequence[int], what: str) -> FzeroError:
