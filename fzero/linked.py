@@ -78,7 +78,7 @@ class Lines:
         """`agree` of `fzero.ranks.agreement` on the present lines and on the origins of the state among `values`. Also
         returns the origin of the state that the program makes of these. `call` is the line of a call that is no
         step."""
-        versions = [version_of(x) for x in self._program.constants.values()]
+        versions = [version_of(x) for x in self._program.captured.values()]
         if versions != self._versions or -1 in versions:  # an inference tensor does not count its changes
             self._versions, self._constant_lines = versions, self._program.constant_lines()
             self._number = digest([str(self._digest), *self._constant_lines])

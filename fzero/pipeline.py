@@ -29,7 +29,7 @@ from fzero.given import refuse_mesh
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
 from fzero.passes.roll import roll
-from fzero.prepared import Prepared, Reader, Traced, explain, read_call
+from fzero.prepared import BatchReader, PreparedCall, TracedCall, explain, read_call
 from fzero.program.open import Template
 from fzero.program.plan import Plan
 from fzero.program.program import Program
@@ -87,7 +87,7 @@ class Pipeline(Generic[T]):
             raise FzeroError("max_programs", f"is {limit!r}", "give how many programs to keep, at least 1")
         self.fn, self.on, self.passes, self.finish, self.limit = fn, on, passes, finish, limit
         self._finish_open, self._restores_open, self._model_axes = finish_open, restores_open, model_axes
-        self._cache: list[Traced] = []  # used last first
+        self._cache: list[TracedCall] = []  # used last first
         self._name = getattr(fn, "__qualname__", repr(fn))
         self._dynamic = None if dynamic is None else Dynamic(dynamic, fn)
         self._generals = Generals(self._name)
@@ -161,7 +161,7 @@ class Pipeline(Generic[T]):
         """The finished program for these arguments. Raises as `program`."""
         return self.find(leaves, treedef).finished
 
-    def find(self, leaves: list[Any], treedef: tree.TreeDef) -> Prepared[T]:
+    def find(self, leaves: list[Any], treedef: tree.TreeDef) -> PreparedCall[T]:
         """The finished program for these arguments, from the cache where their signature is known, and its further
         arguments. Raises as `program`.
 
@@ -169,18 +169,18 @@ class Pipeline(Generic[T]):
         which Python compares by identity first.
         """
         self._lie_with(leaves)
-        reader = Reader(self._describe(leaves, treedef), leaves)
+        reader = BatchReader(self._describe(leaves, treedef), leaves)
         for i, known in enumerate(self._cache):
             found = reader.match(known)
             if found is not None and all(value.is_unchanged for value in known.watches):
                 self._cache.insert(0, self._cache.pop(i))
-                return Prepared(known.finished, list_tensors(found))
+                return PreparedCall(known.finished, list_tensors(found))
         self._check(leaves, treedef)
         with pause_garbage_collection():
             made, found = self._find_general(reader) or self._make(reader)
         self._cache.insert(0, made)
         del self._cache[self.limit :]
-        return Prepared(made.finished, list_tensors(found))
+        return PreparedCall(made.finished, list_tensors(found))
 
     def _describe(self, leaves: list[Any], treedef: tree.TreeDef) -> Signature:
         try:
@@ -189,7 +189,7 @@ class Pipeline(Generic[T]):
             self._check(leaves, treedef)
             raise
 
-    def _make(self, reader: Reader) -> tuple[Traced, Found]:
+    def _make(self, reader: BatchReader) -> tuple[TracedCall, Found]:
         """The program of a call that no program in memory fits: from a file, of a trace with open sizes, or of a trace
         of its own. Also returns what its readings find."""
         signature, leaves = reader.signature, reader.leaves
@@ -226,12 +226,12 @@ class Pipeline(Generic[T]):
                 return made
         return self._finish(reader, program)
 
-    def _expect(self, reader: Reader) -> Found:
+    def _expect(self, reader: BatchReader) -> Found:
         """What the readings of another call's program find in this call's batch: a guess, which a trace corrects."""
         like = (x for x in self._cache if x.readings and x.signature[1] == reader.signature[1])
         return next((found for x in like if (found := reader.read(x)) is not None), [])
 
-    def _generalize(self, reader: Reader, expected: Found) -> General | None:
+    def _generalize(self, reader: BatchReader, expected: Found) -> General | None:
         """A general program that a trace with open sizes gives: at once of sizes that the user named, else of those in
         which calls have differed. None where there is none."""
         signature = sign_all(reader.signature, expected)
@@ -248,27 +248,27 @@ class Pipeline(Generic[T]):
         found = general.read(reader.signature, reader.leaves)
         return general if found is not None and sign_all(reader.signature, found) == signature else None
 
-    def _finish(self, reader: Reader, program: Program) -> tuple[Traced, Found]:
+    def _finish(self, reader: BatchReader, program: Program) -> tuple[TracedCall, Found]:
         watches, readings = self._watch(program), program.readings
         found = read_all(readings, reader.leaves)
         with disable_autocast():
             finished = self.finish(self.on, program)
         signature = sign_all(reader.signature, found)
-        return Traced(signature, watches, finished, program, readings, partial(read_call, readings)), found
+        return TracedCall(signature, watches, finished, program, readings, partial(read_call, readings)), found
 
-    def _add(self, general: General, reader: Reader) -> tuple[Traced, Found] | None:
+    def _add(self, general: General, reader: BatchReader) -> tuple[TracedCall, Found] | None:
         """Keep a general program for further signatures. The program of this call, None where it does not fit."""
         self._generals.add(general, self._watch(general.program))
         return self._find_general(reader)
 
-    def _find_general(self, reader: Reader) -> tuple[Traced, Found] | None:
+    def _find_general(self, reader: BatchReader) -> tuple[TracedCall, Found] | None:
         with disable_autocast():
             made = self._generals.find(reader.signature, reader.leaves)
         if made is None:
             return None
         finished, general, found = made
         signature, readings = sign_all(reader.signature, found), general.program.readings
-        return Traced(signature, general.watches, finished, None, readings, general.read), found
+        return TracedCall(signature, general.watches, finished, None, readings, general.read), found
 
     def _read(self, entry: CallFiles | None, signature: Signature) -> Program | General | None:
         """The program of a signature from a file, or else a general one, where all ranks have the same."""

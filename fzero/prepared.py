@@ -17,7 +17,7 @@ Read = Callable[[Signature, Sequence[Any]], Found | None]
 """From the signature and the leaves of a call to what readings find in its batch; None where they do not fit."""
 
 
-class Traced(NamedTuple):
+class TracedCall(NamedTuple):
     """A program as `finish` returned it, its signature, with that of what its readings found, and the values that it
     took from the step's surroundings."""
 
@@ -34,7 +34,7 @@ class Traced(NamedTuple):
         return [reading.where for reading in self.readings for _ in range(reading.count)]
 
 
-class Prepared(NamedTuple, Generic[T]):
+class PreparedCall(NamedTuple, Generic[T]):
     """What `finish` returned for a call, and the further arguments: what its readings found in the call's batch.
 
     `is_together`: ranks may run the program at other sizes, by one schedule."""
@@ -44,14 +44,14 @@ class Prepared(NamedTuple, Generic[T]):
     is_together: bool = False
 
 
-class Reader:
+class BatchReader:
     """Reads the batch of a call, once for all programs of the same readings."""
 
     def __init__(self, signature: Signature, leaves: Sequence[Any]) -> None:
         self.signature, self.leaves = signature, leaves
         self._found: dict[int, Found | None] = {}
 
-    def match(self, known: Traced) -> Found | None:
+    def match(self, known: TracedCall) -> Found | None:
         """What the readings of a program find, where the program is one of this call; else None."""
         if not known.readings:
             return [] if known.signature == self.signature else None
@@ -61,7 +61,7 @@ class Reader:
         found = self.read(known)
         return None if found is None or sign_all(self.signature, found) != known.signature else found
 
-    def read(self, known: Traced) -> Found | None:
+    def read(self, known: TracedCall) -> Found | None:
         """What the readings of a program find."""
         key = id(known.readings)
         if key not in self._found:
@@ -77,7 +77,7 @@ def read_call(readings: Sequence[Reading], signature: Signature, leaves: Sequenc
         return None
 
 
-def explain(cache: list[Traced], signature: Any, is_full: bool) -> str:
+def explain(cache: list[TracedCall], signature: Any, is_full: bool) -> str:
     """Why none of the programs in `cache` fits arguments of this signature; for a full cache, what keeps changing."""
     for known in cache:
         if known.signature == signature:

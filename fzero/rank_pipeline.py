@@ -11,15 +11,15 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.general.programs import make_general
 from fzero.general.sizes import Sizes, find_changes
 from fzero.general.together import (
+    CommonProgram,
     RankCall,
-    Together,
     find_common_places,
     find_failure,
     find_open_moves,
     open_sizes,
 )
 from fzero.pipeline import Pipeline
-from fzero.prepared import Prepared, Reader
+from fzero.prepared import BatchReader, PreparedCall
 from fzero.program.program import Program
 from fzero.program.readings import Found, list_tensors
 from fzero.tracing.signatures import sign_all
@@ -31,7 +31,7 @@ class RankPipeline(Pipeline[T]):
     """The programs of a function on ranks. Where the batches of ranks have other sizes, `open_together` lets
     `find_together` find one schedule for all of them."""
 
-    _together: Together | None = None
+    _together: CommonProgram | None = None
 
     def _forget(self) -> None:
         super()._forget()
@@ -42,7 +42,7 @@ class RankPipeline(Pipeline[T]):
         """Whether batches of ranks had other sizes."""
         return self._together is not None
 
-    def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[Prepared[T]]:
+    def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[PreparedCall[T]]:
         """`find` for the leaves of each rank of this process. Where the batches of ranks have had other sizes, by one
         schedule for all ranks: then a collective."""
         if self._together is not None:
@@ -52,13 +52,13 @@ class RankPipeline(Pipeline[T]):
             with disable_autocast(), pause_garbage_collection():
                 found = self._together.find(calls)
             if found is not None:
-                return [Prepared(finished, list_tensors(read), is_together=True) for finished, read in found]
+                return [PreparedCall(finished, list_tensors(read), is_together=True) for finished, read in found]
         return [self.find(leaves, treedef) for leaves in rows]
 
     def open_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> str | None:
         """Let `find_together` find one schedule for calls that differ in the sizes of batches, behind `find` of each.
         A collective. Where there is none, the reason, on all ranks."""
-        readers = [Reader(self._describe(leaves, treedef), leaves) for leaves in rows]
+        readers = [BatchReader(self._describe(leaves, treedef), leaves) for leaves in rows]
         signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
         known, self._together = self._together, None
         before = [known.general.sizes.signature] if known else []
@@ -70,7 +70,7 @@ class RankPipeline(Pipeline[T]):
         found = self._open(readers[0], sizes, others)
         why = find_failure(self.on, found if isinstance(found, str) else None)
         if why is None:
-            assert isinstance(found, Together)
+            assert isinstance(found, CommonProgram)
             calls = [RankCall(reader.signature, reader.leaves) for reader in readers]
             with disable_autocast(), pause_garbage_collection():
                 is_fitting = found.find(calls) is not None
@@ -78,7 +78,7 @@ class RankPipeline(Pipeline[T]):
             self._together = found if is_fitting else None
         return why
 
-    def _open(self, reader: Reader, sizes: Sizes, others: Sequence[Sequence[int]]) -> Together | str:
+    def _open(self, reader: BatchReader, sizes: Sizes, others: Sequence[Sequence[int]]) -> CommonProgram | str:
         """The program of `find_together`. Where there is none, the reason. `others` are the sizes of all ranks."""
 
         def trace(call: RankCall, found: Found) -> Program:
@@ -99,4 +99,4 @@ class RankPipeline(Pipeline[T]):
         if node is not None:
             return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
         general.watches = self._watch(general.program)
-        return Together(general, like, self.on, self._name, self.limit, trace)
+        return CommonProgram(general, like, self.on, self._name, self.limit, trace)

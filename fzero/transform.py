@@ -32,7 +32,7 @@ from fzero.program.plan import Plan
 from fzero.program.program import Program
 from fzero.program.rates import Rates
 from fzero.rank_pipeline import RankPipeline
-from fzero.ranks.agreement import Differing, agree
+from fzero.ranks.agreement import agree
 from fzero.ranks.likeness import check_alike
 from fzero.ranks.live import Live, live
 from fzero.report import Report, report_step
@@ -206,8 +206,11 @@ class Step:
         call = self._prepare(args, pass_state)
         try:
             agreed = self._agree(call)
-        except Differing as error:  # on all ranks
-            self._open_together(args, error)
+        except FzeroError as error:
+            members = self._on.members
+            if error is not members.told or not members.is_between_steps:
+                raise
+            self._open_together(args, error)  # on all ranks
             call = self._prepare(args, pass_state)
             agreed = self._agree(call)
         return self._run(call, *agreed)
@@ -247,7 +250,7 @@ class Step:
             self._on.members.leave("a step", error)
             raise
 
-    def _open_together(self, args: tuple[Any, ...], error: Differing) -> None:
+    def _open_together(self, args: tuple[Any, ...], error: FzeroError) -> None:
         """Let ranks whose batches have other sizes run one schedule; or raise the error that they have come to."""
         leaves, treedef = tree.flatten(args)
         why = self._pipeline.open_together([leaves], treedef)

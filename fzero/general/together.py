@@ -43,7 +43,7 @@ Trace = Callable[[RankCall, Found], Program]
 """The program of a call, before any pass, where readings find these values."""
 
 
-class Together:
+class CommonProgram:
     """A general program for ranks whose batches have other sizes, of which it keeps the programs of `limit` sizes.
 
     `like` is the general program of ranks that have the same sizes. A trace of some sizes is held against it: where

@@ -163,9 +163,15 @@ class Program(LayoutTable):
             *(f"body {line}" for body in find_bodies(self.graph) for line in body.lines()),
         ]
 
+    @property
+    def captured(self) -> dict[str, Tensor]:
+        """The tensors that the step captured, those that only readings take among them."""
+        read = {f"{name} read at {x.where}": y for x in self.readings for name, y in x.program.constants.items()}
+        return {**self.constants, **read}
+
     def constant_lines(self) -> list[str]:
         """What must be the same on all ranks at each call: the present contents of constants, one line each."""
-        return [f"constant {name}: {format_type(x)} {format_contents(x)}" for name, x in self.constants.items()]
+        return [f"constant {name}: {format_type(x)} {format_contents(x)}" for name, x in self.captured.items()]
 
     def _describe(self, argument: Argument, value: Tensor) -> str:
         if argument.bucket is None:

@@ -18,7 +18,7 @@ class Argument:
     The step updates a `donated` argument in place, and the caller cannot use it afterwards. An argument of a loop's
     body has the `kind` of that argument in all turns. An argument that is the value of a `flag` has its class. `role`
     is "seed" or "step" for an argument that random draws follow from. State lies in `place`, None for the device. State
-    of a pass whose values differ along axes has the kind `own`.
+    of a pass whose values differ along axes has the kind `own`, and so has what readings find in captured tensors.
     """
 
     path: str

@@ -100,10 +100,6 @@ class Disagreement(NamedTuple):
     is_of_steps: bool = False
 
 
-class Differing(FzeroError):
-    """All ranks are about to run a step, and it is not the same one."""
-
-
 def digest(lines: Sequence[str]) -> int:
     """Hash lines to a 62-bit number, the same in every process."""
     return _number(hashlib.sha256("\n".join(lines).encode()))
@@ -125,8 +121,8 @@ def agree(
     """Return once all ranks of `members` have called with one `number`. The result is the largest `vote` of any rank.
 
     Costs one all-reduce of 24 bytes. `lines` describe what `number` stands for. Errors call the agreement `what`.
-    `is_step` says that the rank is about to run a step. Where all are, the error for numbers that differ is
-    `Differing`.
+    `is_step` says that the rank is about to run a step. `members.is_between_steps` says whether all ranks were, when
+    their numbers differed.
 
     Raises:
         FzeroError: on every rank, with the first line that differs and its ranks, when numbers differ; on all
@@ -151,7 +147,7 @@ def agree(
         raise error
     if not isinstance(found, Disagreement):
         return int(found)
-    members.told = _disagreement(found, members.ranks, what)
+    members.told, members.is_between_steps = _disagreement(found, members.ranks, what), found.is_of_steps
     raise members.told
 
 
@@ -240,7 +236,10 @@ PROBLEMS = {
     ),
 }
 """The first word of a line -> the problem where this line differs, and the way out."""
-STEPS = "ranks are about to run different steps", "give every rank the same step, and batches that differ in sizes alone"
+STEPS = (
+    "ranks are about to run different steps",
+    "give every rank the same step, and batches that differ in sizes alone",
+)
 
 
 def _disagreement(found: Disagreement, ranks: Sequence[int], what: str) -> FzeroError:
@@ -255,8 +254,7 @@ def _disagreement(found: Disagreement, ranks: Sequence[int], what: str) -> Fzero
     kinds = [word.text.partition(" ")[0] for word in found.words]
     first = found.words[kinds.index("call") if "call" in kinds else 0].text  # a call may meet a step
     problem, way_out = PROBLEMS.get(first.partition(" ")[0], STEPS)
-    of = Differing if found.is_of_steps else FzeroError
-    return of(first.partition(": ")[0], f"{problem}: {_list_words(words, found.more)}", way_out)
+    return FzeroError(first.partition(": ")[0], f"{problem}: {_list_words(words, found.more)}", way_out)
 
 
 def _list_words(words: Sequence[tuple[str, Word]], more: int) -> str:

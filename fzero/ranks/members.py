@@ -57,7 +57,8 @@ class Members:
     alone: it has one rank, or all ranks of a virtual mesh.
     `timeout` is the shortest of torch's timeouts of `groups` and of the default group. `at_failure` holds functions to
     call when ranks lose each other. `agreements` counts the agreements that the ranks have come to, and `told` is the
-    error that the last one raised on this rank, if any: all ranks know of it.
+    error that the last one raised on this rank, if any: all ranks know of it. `is_between_steps` says of such an error
+    that all ranks were about to run steps.
 
     Raises:
         FzeroError: when another rank does not come within `timeout`.
@@ -73,6 +74,7 @@ class Members:
         self.at_failure: list[Callable[[], None]] = []
         self.agreements = 0
         self.told: BaseException | None = None
+        self.is_between_steps = False
         self._processes: list[Process | None] = []
         if len(ranks) > 1:
             usable = [group for group in groups if _is_host_group(group, len(ranks), self.timeout)]

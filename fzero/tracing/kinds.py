@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import pytree_leaves, unwrap
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.inference import Walk
-from fzero.program.kinds import Kind
+from fzero.program.kinds import UNIFORM, Kind
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import find_writes, storage
@@ -29,10 +30,13 @@ class Kinds:
         self._fixed = {None, *map(storage, program.placeholders)}  # the memory that a step may not write into
         self._last: Node = program.placeholders[-1] if program.placeholders else None
 
-    def note_argument(self, node: Node) -> None:
-        """Note a further argument of the trace, which ranks compute from their batches."""
-        self._walk.note(node, self._walk.per_rank)
+    def note_argument(self, node: Node, sources: Sequence[Node]) -> Kind:
+        """Note a further argument of the trace, which ranks compute from these arguments. Its kind: one of captured
+        tensors alone is the same on all ranks."""
+        kind = UNIFORM.union(*map(self.of, sources))
+        self._walk.note(node, kind)
         self._fixed.add(storage(node))
+        return kind
 
     def node_of(self, x: Tensor) -> Node | None:
         """The node of a traced tensor; None for a tensor that the step captured and has not used yet."""

@@ -232,8 +232,9 @@ class Readings:
             fake, value = self._make(x, form)
         node = self._traced.emit_further_argument(f"read{len(self.arguments)}_1", value)
         self._traced.track(fake, node)
-        self._kinds.note_argument(node)
-        self.arguments.append(Argument(f"read at {reading.where}"))
+        positions = {position: node for node, position in self._sources.items()}
+        kind = self._kinds.note_argument(node, [positions[i] for i in reading.sources])
+        self.arguments.append(Argument(f"read at {reading.where}", own=None if kind else kind))
         self._sources[node] = position
         self._fixed.add(storage(node))
         return fake
