@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fzero
 from fzero.base.garbage import pause_garbage_collection
 from fzero.execution.codegen import link
+from fzero.linked import Lines
 from fzero.passes import defaults, resolve
 from fzero.passes.run import name_of_pass, run_passes
 from fzero.ranks.live import live
 from fzero.tracing.trace import trace
-from fzero.linked import Lines
 
 VOCABULARY = 512
 SIZES = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "num_key_value_heads": 4}

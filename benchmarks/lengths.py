@@ -3,6 +3,7 @@
     python benchmarks/lengths.py                                  # 30 batches on 1 rank and on 2 gloo ranks
     python benchmarks/lengths.py --ranks 2 --layers 16 --steps 300 --json benchmarks/results/lengths.json
     python benchmarks/lengths.py --restart                        # fzero's programs come from a folder
+    python benchmarks/lengths.py --ranks 2 --apart                # each rank's batches have lengths of their own
 
 transformers' Llama in float32. The contenders run one after the other in the same processes, with the same batches:
 plain torch (one rank only), FSDP2, and fzero. Seconds of a step at a length that was seen before and at a new length
@@ -94,14 +95,14 @@ def run_rank(given: dict[str, Any], out: Path) -> None:
     rank, world = dist.get_rank(), given["ranks"]
     contenders = {"eager": (eager, None)} if world == 1 else {"fsdp2": (eager, mesh)}
     contenders |= {"fzero": (functools.partial(ours, cache=given["cache"]), mesh)}
-    draw = random.Random(0)
+    draw = random.Random(rank if given["apart"] else 0)
     lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(given["steps"])]
     found: dict[str, Any] = {"lengths": lengths}
     for name, (make, where) in contenders.items():
         step, seconds, losses = make(given["layers"], where), [], []
         for i, length in enumerate(lengths):
-            shape = world * ROWS, length
-            batch = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(i)).chunk(world)[rank]
+            seed = torch.Generator().manual_seed(i * world + rank)
+            batch = torch.randint(VOCABULARY, (ROWS, length), generator=seed)
             start = time.perf_counter()
             losses.append(float(step(batch)))
             seconds.append(time.perf_counter() - start)
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--restart", action="store_true", help="run twice with one folder, print the second")
+    parser.add_argument("--apart", action="store_true", help="ranks draw lengths of their own")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -156,9 +158,12 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank_of:
         return run_rank(json.loads(given.rank_of), given.out)
-    record: dict[str, Any] = {"layers": given.layers, "steps": given.steps, "restart": given.restart} | machine()
+    record: dict[str, Any] = {
+        name: getattr(given, name) for name in ("layers", "steps", "restart", "apart")
+    } | machine()
     for ranks in map(int, given.ranks.split(",")):
-        plan = {"ranks": ranks, "layers": given.layers, "steps": given.steps, "timeout": given.timeout, "cache": None}
+        plan = {name: getattr(given, name) for name in ("layers", "steps", "timeout", "apart")}
+        plan |= {"ranks": ranks, "cache": None}
         if given.restart:
             with TemporaryDirectory() as folder:
                 launch({**plan, "cache": folder})

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import fzero
+from fzero.given import copy_aliases
 from fzero.passes import defaults
 from fzero.passes.run import Pass
-from fzero.given import copy_aliases
 from fzero.pipeline import Pipeline
 from fzero.program.program import Program
 from fzero.ranks.virtual import virtual

@@ -22,6 +22,7 @@ from fzero.cache.programs import Call, CallFiles, StoredPrograms
 from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.known import Generals
 from fzero.general.programs import General, Trace
+from fzero.general.sizes import Sizes
 from fzero.general.together import (
     RankCall,
 )
@@ -239,7 +240,7 @@ class Pipeline(Generic[T]):
         trace = self._open_trace(RankCall(reader.signature, reader.leaves), expected, why)
         how = trace, self.passes, self._finish_template
         places = self._dynamic.find_places(signature) if self._dynamic else ()
-        general = self._generals.open(signature, places, *how) if places else None
+        general = self._generals.open(Sizes(signature, places), *how) if places else None
         if general is None:
             known = [(x.signature, x.program) for x in self._cache if x.program is not None]
             general = self._generals.trace(signature, known, *how)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast
 from fzero.base.garbage import pause_garbage_collection
-from fzero.general.programs import make_general
 from fzero.general.sizes import Sizes, find_changes
 from fzero.general.together import (
     CommonProgram,
@@ -88,15 +87,14 @@ class RankPipeline(Pipeline[T]):
         is_own = sizes.signature == sign_all(reader.signature, expected)
         how = self._open_trace(call, expected, "batches of ranks have other sizes", is_own)
         with disable_autocast(), pause_garbage_collection():
-            what = how, self.passes, self._finish_template
-            like = self._generals.open(sizes.signature, sizes.places, *what, again=True, others=others)
-            if like is None:
-                return self._generals.why
-            general = make_general(*what, sizes, differ=True)
+            found = self._generals.open_common(sizes, others, how, self.passes, self._finish_template)
+        if found is None:
+            return self._generals.why
+        general, like = found
         if not self._links_open:
             return "each of its programs is linked by itself, as with compile='graph' and operations from outside"
-        node = find_open_moves([general.program])
+        node = find_open_moves(general.program)
         if node is not None:
             return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
         general.watches = self._watch(general.program)
-        return CommonProgram(general, like, self.on, self._name, self.limit, trace)
+        return CommonProgram(general, like, self.on, self.limit, trace)

@@ -15,10 +15,11 @@ from fzero.general.programs import (
     General,
     Trace,
     check_general,
+    make_general,
     open_general,
     trace_general,
 )
-from fzero.general.sizes import Place, Sizes, find_changes
+from fzero.general.sizes import Sizes, find_changes
 from fzero.passes.run import is_foreign, name_of_pass
 from fzero.program.program import Program
 from fzero.program.readings import Found
@@ -81,23 +82,29 @@ class Generals:
 
         return self._try(make, rewrite, signature[1]) if like else None
 
-    def open(
-        self,
-        signature: Signature,
-        places: tuple[tuple[Place, ...], ...],
-        trace: Trace,
-        rewrite: Rewrite,
-        finish: Finish,
-        again: bool = False,
-        others: Sequence[Sequence[int]] = (),
-    ) -> General | None:
-        """A general program of the first call of its kind, or of one `again`, with these places open. None where there
-        is none. `others` are further sizes of these places that calls have."""
-        if not again and any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
+    def open(self, sizes: Sizes, trace: Trace, rewrite: Rewrite, finish: Finish) -> General | None:
+        """A general program of the first call of its kind, with these sizes open. None where there is none."""
+        signature = sizes.signature
+        if any(find_changes(x.sizes.signature, signature) is not None for x in self._found):
             return None  # it does not fit these sizes
-        key = (signature[1], "again") if again else signature[1]
-        sizes = Sizes(signature, places)
-        return self._try(lambda: open_general(trace, rewrite, finish, sizes, others), rewrite, key)
+        return self._try(lambda: open_general(trace, rewrite, finish, sizes), rewrite, signature[1])
+
+    def open_common(
+        self, sizes: Sizes, others: Sequence[Sequence[int]], trace: Trace, rewrite: Rewrite, finish: Finish
+    ) -> tuple[General, General] | None:
+        """A general program for ranks that have other sizes at the same time, such as `others`; and one for ranks that
+        have the same, which a trace confirms: the same program where means over ranks stand at the same places."""
+
+        def make() -> General:
+            return open_general(trace, rewrite, finish, sizes, others, differ=True)
+
+        general = self._try(make, rewrite, (sizes.signature[1], "others"))
+        if general is not None:
+            return general, general
+        like = self._try(
+            lambda: open_general(trace, rewrite, finish, sizes, others), rewrite, (sizes.signature[1], "same")
+        )
+        return None if like is None else (make_general(trace, rewrite, finish, sizes, differ=True), like)
 
     def forget_try(self, signature: Signature) -> None:
         """Do not count the last trace with open sizes: the step itself raises for these arguments."""

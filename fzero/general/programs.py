@@ -238,14 +238,19 @@ def trace_general(
 
 
 def open_general(
-    trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes, others: Sequence[Sequence[int]] = ()
+    trace: Trace,
+    rewrite: Rewrite,
+    finish: Finish,
+    sizes: Sizes,
+    others: Sequence[Sequence[int]] = (),
+    differ: bool = False,
 ) -> General:
     """A program with open `sizes`, which a trace at other ones confirms: at one of `others`, or near its own.
 
     Raises:
         FzeroError: where there is no such program.
     """
-    general = make_general(trace, rewrite, finish, sizes)
+    general = make_general(trace, rewrite, finish, sizes, differ)
     assert general.schedule is not None
     own = general.schedule.symbols.examples
     general.fill(own)  # which may ask for more conditions

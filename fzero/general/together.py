@@ -6,11 +6,12 @@ all start the same collectives in the same order, and each fills in its own size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fzero.base.formulas import LEAST
 from fzero.base.torch_private import pytree_leaves
@@ -20,14 +21,14 @@ from fzero.general.sizes import Place, Sizes, is_constant, is_number, list_own_s
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.readings import Found
-from fzero.program.records import find_bodies, record
+from fzero.program.records import comm_of, find_bodies, record
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import gather_words
 from fzero.tracing.signatures import Signature, is_batch, sign_all
 
 ALIKE = "batches do not differ in sizes"
-MISFIT = 2**48
-"""A size that no batch has: of a rank whose call the program does not fit."""
+MISFIT = 2**63 - 1
+"""A size that no batch has, the largest of all: of a rank whose call the program does not fit."""
 Table = list[Any]
 """The shape and the strides of each batch of a call, the text of each constant, and None for each other leaf."""
 
@@ -49,9 +50,8 @@ class CommonProgram:
     `like` is the general program of ranks that have the same sizes. A trace of some sizes is held against it: where
     ranks differ, so do the numbers that follow from sizes, and means over ranks stand elsewhere."""
 
-    def __init__(self, general: General, like: General, on: Ranks, name: str, limit: int, trace: Trace) -> None:
-        self.general, self._like, self._on, self._name, self._limit = general, like, on, name, limit
-        self._trace = trace
+    def __init__(self, general: General, like: General, on: Ranks, limit: int, trace: Trace) -> None:
+        self.general, self._like, self._on, self._limit, self._trace = general, like, on, limit, trace
         self._made: dict[Any, Any] = {}
         self._different: dict[tuple[int, ...], str | None] = {}  # of sizes that break conditions
         self.why: str | None = None
@@ -160,18 +160,20 @@ def open_sizes(signature: Signature, groups: Groups) -> Sizes:
     return Sizes((settings, treedef, made), tuple(tuple(group) for _, group in groups))
 
 
-def find_open_moves(programs: Iterable[Program]) -> Node | None:
-    """The first collective of values whose shapes are open."""
-    for program in programs:
-        for node in program.graph.nodes:
-            if node.op == "call_function" and record(node).moves is not None:
-                values = pytree_leaves([x.meta.get("val") for x in (node, *node.all_input_nodes)])
-                if any(has_open_sizes(x) for x in values if hasattr(x, "untyped_storage")):
-                    return node
-        found = find_open_moves(find_bodies(program.graph))
-        if found is not None:
-            return found
-    return None
+def find_open_moves(program: Program) -> Node | None:
+    """The first collective between ranks that take other batches, of values whose shapes are open. Ranks along model
+    axes take the same batch."""
+    model_axes = frozenset(program.model_axes)
+    for node in program.graph.nodes:
+        if node.op != "call_function" or record(node).moves is None:
+            continue
+        values = pytree_leaves([x.meta.get("val") for x in (node, *node.all_input_nodes)])
+        if any(isinstance(x, Tensor) and has_open_sizes(x) for x in values):
+            axes = (program.mesh.split(move.axis) for move in comm_of(program, node))
+            if not model_axes.issuperset(axis for each in axes for axis in each):
+                return node
+    found = map(find_open_moves, find_bodies(program.graph))
+    return next((node for node in found if node is not None), None)
 
 
 def find_common_places(on: Ranks, signatures: Sequence[Signature]) -> Groups | str:

@@ -15,6 +15,7 @@ import fzero
 from fzero import FzeroError
 
 Batch = dict[str, Tensor]
+SHAPES = {"up": (8, 5), "down": (3, 8)}
 KEEP = torch.tensor([True, False, True, True, False, True, True])
 
 
@@ -144,6 +145,37 @@ def test_a_step_that_reads_its_batch_is_that_of_plain_torch(read: Callable[..., 
         params, loss = step(params, batch)
         torch.testing.assert_close(loss.mean(), value, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(fzero.unpartition(params)["w"], expected["w"], rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_along_model_axes_take_the_same_rows() -> None:
+    """Rows differ in number along the data axis, and ranks along the other axis exchange them."""
+    mesh = fzero.VirtualMesh(fsdp=2, tp=2)
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return {name: torch.randn(*s, generator=generator, dtype=torch.float64) for name, s in SHAPES.items()}
+
+    def loss(p: Any, b: Batch, column: Callable[..., Tensor], row: Callable[..., Tensor]) -> Tensor:
+        rows = torch.tanh(b["x"])[b["y"] != -100]
+        return row(torch.tanh(column(rows, p["up"])), p["down"]).square().mean()
+
+    def step(p: Any, b: Batch) -> Any:
+        value, grads = fzero.value_and_grad(lambda p: loss(p, b, fzero.parallel.column, fzero.parallel.row))(p)
+        return fzero.tree.map(lambda x, g: x - 0.1 * g, p, grads), value
+
+    simulated = fzero.simulate(step, mesh, data=("fsdp",))
+    params = fzero.partition(make(), mesh, split={"up": ("tp", 0), "down": ("tp", 1)})
+    expected = make()
+    linear = torch.nn.functional.linear
+    for seed in range(4):
+        batch = make_batch(10, 2, seed)
+        leaves = {name: x.requires_grad_() for name, x in expected.items()}
+        value = sum(loss(leaves, part, linear, linear) for part in cut(batch, 2)) / 2
+        grads = torch.autograd.grad(value, list(leaves.values()))
+        expected = {name: (x - 0.1 * g).detach() for (name, x), g in zip(leaves.items(), grads)}
+        params, got = simulated(params, batch)
+        torch.testing.assert_close(got, value.detach())
+        torch.testing.assert_close(fzero.unpartition(params), expected)
 
 
 def test_a_way_that_a_batch_decides_has_a_program_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
