@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private import FakeTensor, OpOverload, disable_modes, pytree_leaves
+from fzero.base.torch_private import FakeTensor, OpOverload, disable_modes, pytree_leaves, unwrap
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.base.user_line import current_user_line
 from fzero.program.operation import Node
@@ -132,10 +132,11 @@ class Readings:
         """Note which of the nodes that were traced since the last call batches alone decide."""
         for node in self._traced.nodes_after(self._last):
             self._last = node
-            if node.op == "get_attr" or (node.op == "call_function" and node.target is int):
+            if node.op == "get_attr" and not _is_wrapped(node):  # else only its sizes are asked for
                 self._order[node] = len(self._order)
-                if node.op == "get_attr":
-                    self._fixed.add(storage(node))
+                self._fixed.add(storage(node))
+            elif node.op == "call_function" and node.target is int:
+                self._order[node] = len(self._order)
             elif node.op == "call_function":
                 self._note(node)
 
@@ -213,6 +214,12 @@ class Readings:
         expected = [examples.get(id(size), size) for size in shape]
         if expected != list(x.shape):
             raise FzeroError(reading.where, f"found {list(x.shape)}, not {expected}", "the step is traced again")
+
+
+def _is_wrapped(node: Node) -> bool:
+    """Whether a transform wraps the value of a node."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and unwrap(value) is not value
 
 
 def _has_elements(x: Tensor) -> bool:
