@@ -21,7 +21,7 @@ from fzero.program.signature import Argument
 from fzero.tracing.kinds import Kinds
 
 _aten = torch.ops.aten
-_BY_INDEX = frozenset(
+BY_INDEX = frozenset(
     {
         _aten.index.Tensor,
         _aten._unsafe_index.Tensor,
@@ -33,7 +33,6 @@ _BY_INDEX = frozenset(
 )
 """Operations whose second argument is a list of indices, where a mask stands for the numbers of its true elements."""
 _OWN = frozenset({"aten", "prims"})
-_MASKS = (torch.bool, torch.uint8)
 Make = Callable[[Tensor, Any], tuple[Tensor, Tensor]]
 """From a tensor, and its shape and strides with open sizes or None, to a traced tensor and the value of its node."""
 
@@ -73,6 +72,7 @@ class Readings:
         self._order: dict[Node, int] = {}
         """The nodes that batches alone decide, and captured tensors, in order."""
         self._fixed = {storage(node) for node in self._sources}
+        self._captured: dict[int, tuple[Tensor, Node]] = {}  # by the number of a tensor, which stays alive
         self._lost = set[Any]()  # memory into which something else was written
         self._known: dict[Any, Any] = {}
         self._last: Node | None = kinds.find_last()
@@ -87,7 +87,7 @@ class Readings:
 
     def read_rows(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args)`, whose shape the batch alone decides; else None."""
-        if func in _BY_INDEX:
+        if func in BY_INDEX:
             indices = self._number(args[1])
             return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
         found = self._read(func, args, kwargs)
@@ -100,7 +100,7 @@ class Readings:
         decide them."""
         numbers = list[Any]()
         for x in indices:
-            if not isinstance(x, Tensor) or x.dtype not in _MASKS:
+            if not isinstance(x, Tensor) or x.dtype != torch.bool:
                 numbers.append(x)
                 continue
             found = self._read(_aten.nonzero.default, (x,), {})
@@ -113,9 +113,9 @@ class Readings:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], convert: Callable[[Any], Any] | None = None
     ) -> list[Any] | None:
         """What `func` returns, as a list: traced tensors, or a value of Python."""
-        self._follow()
         tensors = [x for x in pytree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
-        operands = list(map(self._traced.node_of, tensors))
+        operands = list(map(self._find_node, tensors))
+        self._follow()
         if not operands or not all(x is not None and self._is_alone(x) for x in operands):
             return None
         nodes = iter(operands)
@@ -124,6 +124,16 @@ class Readings:
         if key not in self._known:
             self._known[key] = self._add(self._cut(func, given, operands, convert))
         return self._known[key]
+
+    def _find_node(self, x: Tensor) -> Node | None:
+        """The node of a traced tensor, or of a captured one, which has the same in each reading."""
+        if isinstance(x, FakeTensor):
+            return self._traced.node_of(x)
+        if id(x) not in self._captured:
+            with disable_modes():
+                _, value = self._make(x, None)
+            self._captured[id(x)] = x, self._traced.emit_constant(x, {"val": value})
+        return self._captured[id(x)][1]
 
     def _is_alone(self, node: Node) -> bool:
         return (node in self._sources or node in self._order) and storage(node) not in self._lost
