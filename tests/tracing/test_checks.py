@@ -89,6 +89,7 @@ CHECKED: dict[str, Loss] = {
     "index_fill by a number": lambda p: p["w"].index_fill(0, INDEX, 2.0),
     "index_fill_": lambda p: in_place(p, lambda copy, p: copy.index_fill_(0, INDEX, p["s"])),
     "a row in those of a mask": set_item(MASK, lambda p: p["v"][0]),
+    "a row for each place of a mask": set_item(MASK, lambda p: p["v"][:3]),
     "a parameter in those of a mask": set_item(MASK, lambda p: p["s"]),
     "a row of two axes": set_item((MASK, ...), lambda p: p["v"][:1]),
     "a mask of all axes": set_item(MASK.unsqueeze(1).expand(4, 3), lambda p: p["s"]),
@@ -167,9 +168,12 @@ def test_a_second_derivative_with_a_check_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     "value", [lambda p: p["v"][:3], lambda p: p["v"][0].float()], ids=["a row for each", "a dtype"]
 )
-def test_rows_for_each_place_of_a_mask_are_refused(value: Loss) -> None:
+def test_rows_for_each_place_of_a_mask_of_parameters_are_refused(value: Loss) -> None:
+    def loss(p: Params) -> Tensor:
+        return set_item(p["w"][:, 0] > 0, value)(p)
+
     with pytest.raises(FzeroError, match=r"Python needs a value.*torch\.where"):
-        run(set_item(MASK, value))
+        run(loss)
 
 
 def test_what_the_user_asks_for_is_no_check() -> None:
