@@ -72,7 +72,7 @@ class Readings:
         self._order: dict[Node, int] = {}
         """The nodes that batches alone decide, and captured tensors, in order."""
         self._fixed = {storage(node) for node in self._sources}
-        self._captured: dict[int, tuple[Tensor, Node]] = {}  # by the number of a tensor, which stays alive
+        self._captured: dict[int, tuple[Tensor, Node]] = {}
         self._lost = set[Any]()  # memory into which something else was written
         self._known: dict[Any, Any] = {}
         self._last: Node | None = kinds.find_last()
@@ -126,14 +126,15 @@ class Readings:
         return self._known[key]
 
     def _find_node(self, x: Tensor) -> Node | None:
-        """The node of a traced tensor, or of a captured one, which has the same in each reading."""
-        if isinstance(x, FakeTensor):
-            return self._traced.node_of(x)
-        if id(x) not in self._captured:
-            with disable_modes():
-                _, value = self._make(x, None)
-            self._captured[id(x)] = x, self._traced.emit_constant(x, {"val": value})
-        return self._captured[id(x)][1]
+        """The node of a traced tensor, or of one that the step captured."""
+        node = self._traced.node_of(x)
+        if node is None and type(x) is Tensor:
+            if id(x) not in self._captured:
+                with disable_modes():
+                    _, value = self._make(x, None)
+                self._captured[id(x)] = x, self._traced.emit_constant(x, {"val": value})
+            _, node = self._captured[id(x)]
+        return node
 
     def _is_alone(self, node: Node) -> bool:
         return (node in self._sources or node in self._order) and storage(node) not in self._lost

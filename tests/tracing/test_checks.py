@@ -89,7 +89,6 @@ CHECKED: dict[str, Loss] = {
     "index_fill by a number": lambda p: p["w"].index_fill(0, INDEX, 2.0),
     "index_fill_": lambda p: in_place(p, lambda copy, p: copy.index_fill_(0, INDEX, p["s"])),
     "a row in those of a mask": set_item(MASK, lambda p: p["v"][0]),
-    "a row for each place of a mask": set_item(MASK, lambda p: p["v"][:3]),
     "a parameter in those of a mask": set_item(MASK, lambda p: p["s"]),
     "a row of two axes": set_item((MASK, ...), lambda p: p["v"][:1]),
     "a mask of all axes": set_item(MASK.unsqueeze(1).expand(4, 3), lambda p: p["s"]),
@@ -97,6 +96,7 @@ CHECKED: dict[str, Loss] = {
     "a mask behind a number": set_item((1, MASK[:3]), lambda p: p["s"]),
     "a mask before a part": set_item((None, MASK, slice(1, None)), lambda p: p["v"][3, :2]),
     "a mask between axes": set_item((..., None, MASK, slice(1, None), None), lambda p: p["v"][:2, :1]),
+    "rows for each place of a mask": set_item(MASK, lambda p: p["v"][: int(MASK.sum())]),
     "a mask of no gradient": set_item(MASK, lambda p: p["v"][0].detach()),
     "squeeze_": lambda p: in_place(p, lambda copy, p: copy.unsqueeze_(1).squeeze_().mul_(p["w"])),
     "t_": lambda p: in_place(p, lambda copy, p: copy.t_()) @ p["v"],
@@ -165,15 +165,19 @@ def test_a_second_derivative_with_a_check_of_its_own_is_refused() -> None:
         run(slope)
 
 
-@pytest.mark.parametrize(
-    "value", [lambda p: p["v"][:3], lambda p: p["v"][0].float()], ids=["a row for each", "a dtype"]
-)
-def test_rows_for_each_place_of_a_mask_of_parameters_are_refused(value: Loss) -> None:
-    def loss(p: Params) -> Tensor:
-        return set_item(p["w"][:, 0] > 0, value)(p)
+def test_rows_for_each_place_of_a_mask_of_state_are_refused() -> None:
+    def write(copy: Tensor, p: Params) -> None:
+        copy[p["w"][:, 0] > 0] = p["v"][:3]
 
     with pytest.raises(FzeroError, match=r"Python needs a value.*torch\.where"):
-        run(loss)
+        run(lambda p: in_place(p, write))
+
+
+def test_a_dtype_that_torch_does_not_write_is_its_error() -> None:
+    loss = set_item(MASK, lambda p: p["v"][0].float())
+    for compute in (loss, run):
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            compute(params() if compute is loss else loss)
 
 
 def test_what_the_user_asks_for_is_no_check() -> None:
