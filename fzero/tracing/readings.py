@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fzero.base.errors import FzeroError
 from fzero.base.symbols import Symbols
-from fzero.base.torch_private import FakeTensor, OpOverload, disable_modes, pytree_leaves
+from fzero.base.torch_private import FakeTensor, OpOverload, disable_modes, pytree_leaves, unwrap
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.base.user_line import current_user_line
 from fzero.program.operation import Node
@@ -22,7 +22,7 @@ from fzero.program.signature import Argument
 from fzero.tracing.kinds import Kinds
 
 _aten = torch.ops.aten
-_BY_INDEX = frozenset(
+BY_INDEX = frozenset(
     {
         _aten.index.Tensor,
         _aten._unsafe_index.Tensor,
@@ -37,7 +37,6 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MOST_NUMBERS = 64
 """The most numbers of a list that may be open. A longer list is one value, and another list another program."""
 _OWN = frozenset({"aten", "prims"})
-_MASKS = (torch.bool, torch.uint8)
 Make = Callable[[Tensor, Any], tuple[Tensor, Tensor]]
 """From a tensor, and its shape and strides with open sizes or None, to a traced tensor and the value of its node."""
 
@@ -99,7 +98,7 @@ class Readings:
 
     def read_rows(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`func(*args)`, whose shape the batch alone decides; else None."""
-        if func in _BY_INDEX:
+        if func in BY_INDEX:
             indices = self._number(args[1])
             return None if indices is None else func(args[0], indices, *args[2:], **kwargs)
         found = self._read(func, args, kwargs)
@@ -112,7 +111,7 @@ class Readings:
         decide them."""
         numbers = list[Any]()
         for x in indices:
-            if not isinstance(x, Tensor) or x.dtype not in _MASKS:
+            if not isinstance(x, Tensor) or x.dtype != torch.bool:
                 numbers.append(x)
                 continue
             found = self._read(_aten.nonzero.default, (x,), {})
@@ -162,10 +161,11 @@ class Readings:
         """Note which of the nodes that were traced since the last call batches alone decide."""
         for node in self._traced.nodes_after(self._last):
             self._last = node
-            if node.op == "get_attr" or (node.op == "call_function" and node.target is int):
+            if node.op == "get_attr" and not _is_wrapped(node):  # else only its sizes are asked for
                 self._order[node] = len(self._order)
-                if node.op == "get_attr":
-                    self._fixed.add(storage(node))
+                self._fixed.add(storage(node))
+            elif node.op == "call_function" and node.target is int:
+                self._order[node] = len(self._order)
             elif node.op == "call_function":
                 self._note(node)
 
@@ -250,6 +250,12 @@ class Readings:
 
 def _list_items(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.reshape(-1).tolist())
+
+
+def _is_wrapped(node: Node) -> bool:
+    """Whether a transform wraps the value of a node."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and unwrap(value) is not value
 
 
 def _has_elements(x: Tensor) -> bool:

@@ -28,7 +28,7 @@ from fzero.base.user_line import current_user_line
 from fzero.program.records import record
 from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
-from fzero.tracing.readings import Readings
+from fzero.tracing.readings import BY_INDEX, Readings
 from fzero.tracing.repeats import Repeats
 from fzero.tracing.user_errors import refuse_collective
 from fzero.values import regions
@@ -106,6 +106,8 @@ class TraceMode(DispatchMode):
         regions.set_mark(get_current_meta(), regions.current_mark())
         if func in _UNLIKE_TRACED and not (func in _BATCH_NORMS and _are_channels_last(args)):
             args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+        if func in BY_INDEX:
+            args = args[0], [_to_mask(x) for x in args[1]], *args[2:]
         with no_functions():
             call = self._repeats.sign(func, args, kwargs)
             if call is not None and self._repeats.knows(call):
@@ -144,6 +146,11 @@ class TraceMode(DispatchMode):
         if call is not None:
             self._repeats.learn(call, last, result)
         return result
+
+
+def _to_mask(index: Any) -> Any:
+    """An index. One of bytes is a mask, which torch takes for wrong while it traces."""
+    return index.bool() if isinstance(index, Tensor) and index.dtype == torch.uint8 else index
 
 
 def _are_channels_last(args: Any) -> bool:

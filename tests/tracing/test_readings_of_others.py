@@ -79,3 +79,51 @@ def test_sizes_and_rows_that_change_at_each_call_have_one_program(
         assert torch.equal(found.reshape(()), expected) and torch.equal(fzero.unpartition({"w": state})["w"], w), rows
         is_traced = any("is traced" in x.message for x in caplog.records)
         assert number < 3 or not is_traced or (loss is halves and number == 3), rows
+
+
+class Chooser(torch.nn.Module):
+    """Trains what a mask among its buffers chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 6, dtype=torch.float64)
+        self.register_buffer("chosen", torch.tensor([True, False, True, True, False, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, self.chosen].square().mean() + self.layer(x)[:, self.chosen].sum()
+
+
+def test_a_mask_that_is_captured_is_read_as_it_is_at_each_call() -> None:
+    module = Chooser()
+    params, apply = fzero.lower(module)
+
+    def step(p: Any, x: Tensor) -> Any:
+        value, gradient = fzero.value_and_grad(lambda p: apply(p, x))(p)
+        return gradient, value
+
+    simulated = fzero.simulate(step, 1, donate=False)
+    state = fzero.partition(params, simulated.mesh)
+    for chosen in ("101101", "110001", "010000", "111111"):
+        module.chosen.copy_(torch.tensor([each == "1" for each in chosen]))
+        x = torch.randn(5, 4, dtype=torch.float64)
+        gradient, value = simulated(state, x)
+        expected = step(params, x)
+        assert torch.equal(value.reshape(()), expected[1]), chosen
+        got = fzero.unpartition(gradient)
+        assert torch.equal(got["layer"]["weight"], expected[0]["layer"]["weight"]), chosen
+
+
+def test_a_mask_of_bytes_is_a_mask() -> None:
+    def step(w: Any, x: Tensor, mask: Tensor) -> Any:
+        value, gradient = fzero.value_and_grad(lambda w: torch.tanh(x @ w)[mask].square().sum())(w)
+        return gradient, value
+
+    w = torch.randn(4, 3, dtype=torch.float64)
+    simulated = fzero.simulate(step, 1, donate=False)
+    state = fzero.partition({"w": w}, simulated.mesh)["w"]
+    for mask in ([1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 2]):
+        x = torch.randn(4, 4, dtype=torch.float64)
+        gradient, value = simulated(state, x, torch.tensor(mask, dtype=torch.uint8))
+        expected = step(w, x, torch.tensor(mask) != 0)
+        assert torch.equal(value.reshape(()), expected[1])
+        assert torch.equal(fzero.unpartition({"w": gradient})["w"], expected[0])
