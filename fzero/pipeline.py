@@ -23,9 +23,6 @@ from fzero.general.dynamic import Dynamic, Ranges
 from fzero.general.known import Generals
 from fzero.general.programs import General, Trace
 from fzero.general.sizes import Sizes
-from fzero.general.together import (
-    RankCall,
-)
 from fzero.given import refuse_mesh
 from fzero.passes import resolve, run_passes
 from fzero.passes.dequantize import dequantize
@@ -41,7 +38,7 @@ from fzero.ranks.ranks import Ranks
 from fzero.tracing.escapes import check_argument
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
-from fzero.tracing.signatures import Signature, is_batch, sign_all, sign_leaf
+from fzero.tracing.signatures import Signature, SignedCall, sign_all, sign_leaf
 from fzero.tracing.trace import OpenForm, trace
 from fzero.tracing.watches import Watch, find_watches, watch_elements
 from fzero.values.sharded import Form, Sharded
@@ -49,6 +46,7 @@ from fzero.values.sharded import Form, Sharded
 T = TypeVar("T")
 MAX_PROGRAMS = 16
 """How many programs a step keeps, unless the user says otherwise."""
+IN_A_FILE = "which program of a step a file has"
 _log = logging.getLogger("fzero")
 
 
@@ -169,16 +167,30 @@ class Pipeline(Generic[T]):
         Signatures are compared, not hashed: the forms of state that `Returned` set are the same objects at each call,
         which Python compares by identity first.
         """
+        reader = self._read_call(leaves, treedef)
+        known = self._find_known(reader)
+        if known is not None:
+            return known
+        with pause_garbage_collection():
+            return self._keep(*self._make(reader))
+
+    def _read_call(self, leaves: list[Any], treedef: tree.TreeDef) -> BatchReader:
         self._lie_with(leaves)
-        reader = BatchReader(self._describe(leaves, treedef), leaves)
+        return BatchReader(SignedCall(self._describe(leaves, treedef), leaves))
+
+    def _find_known(self, reader: BatchReader) -> PreparedCall[T] | None:
+        """The program of a call that a program in memory fits."""
         for i, known in enumerate(self._cache):
             found = reader.match(known)
             if found is not None and all(value.is_unchanged for value in known.watches):
                 self._cache.insert(0, self._cache.pop(i))
                 return PreparedCall(known.finished, list_tensors(found))
-        self._check(leaves, treedef)
+        self._check(reader.leaves, reader.signature[1])
         with pause_garbage_collection():
-            made, found = self._find_general(reader) or self._make(reader)
+            general = self._find_general(reader)
+        return None if general is None else self._keep(*general)
+
+    def _keep(self, made: TracedCall, found: Found) -> PreparedCall[T]:
         self._cache.insert(0, made)
         del self._cache[self.limit :]
         return PreparedCall(made.finished, list_tensors(found))
@@ -237,7 +249,7 @@ class Pipeline(Generic[T]):
         which calls have differed. None where there is none."""
         signature = sign_all(reader.signature, expected)
         why = explain(self._cache, signature, False) if self._cache else "dynamic names them"
-        trace = self._open_trace(RankCall(reader.signature, reader.leaves), expected, why)
+        trace = self._open_trace(reader.call, expected, why)
         how = trace, self.passes, self._finish_template
         places = self._dynamic.find_places(signature) if self._dynamic else ()
         general = self._generals.open(Sizes(signature, places), *how) if places else None
@@ -280,9 +292,7 @@ class Pipeline(Generic[T]):
                 with disable_autocast():
                     found = entry.read_general(signature, self._finish_template)
             number = digest([entry.key, *(found.lines() if isinstance(found, General) else ())]) if found else 0
-        shapes = ", ".join(str(list(x[0])) for x in signature[2] if is_batch(x))
-        what = f"which program of {self._name} a file has, for batches of {shapes or 'no shape'}"
-        if self.on.is_equal(number, what):
+        if self.on.is_equal(number, IN_A_FILE):
             return found
         _log.info("cache: %s is traced: not all ranks have the same file", self._name)
         return None
@@ -298,7 +308,7 @@ class Pipeline(Generic[T]):
         self._links_open = made is not None
         return made or (lambda sizes: self.finish(self.on, template.fill(sizes)))
 
-    def _open_trace(self, call: RankCall, expected: Found, why: str, is_own: bool = True) -> Trace:
+    def _open_trace(self, call: SignedCall, expected: Found, why: str, is_own: bool = True) -> Trace:
         """Traces of a call with open sizes, whose examples are its own with `is_own`, and without symbols of other
         sizes, where readings find what is expected. The logger says why."""
 
@@ -329,7 +339,7 @@ class Pipeline(Generic[T]):
         does = f"has {self.limit} programs, and drops one for each further one" if is_full else "is traced again"
         _log.warning("%s %s: %s", self._name, does, explain(self._cache, signature, is_full))
 
-    def _check(self, leaves: list[Any], treedef: tree.TreeDef) -> None:
+    def _check(self, leaves: Sequence[Any], treedef: tree.TreeDef) -> None:
         """Refuse state of another mesh, leaves that a trace cannot see into, and sizes that the user excluded."""
         for key, leaf in zip(tree.keys(treedef), leaves):
             if isinstance(leaf, Sharded):

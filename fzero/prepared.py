@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.program.program import Program
 from fzero.program.readings import Found, Reading, read_all
-from fzero.tracing.signatures import Signature, describe_change, describe_changes, sign_all
+from fzero.tracing.signatures import Signature, SignedCall, describe_change, describe_changes, sign_all
 from fzero.tracing.watches import Watch
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class PreparedCall(NamedTuple, Generic[T]):
 class BatchReader:
     """Reads the batch of a call, once for all programs of the same readings."""
 
-    def __init__(self, signature: Signature, leaves: Sequence[Any]) -> None:
-        self.signature, self.leaves = signature, leaves
+    def __init__(self, call: SignedCall) -> None:
+        self.call, (self.signature, self.leaves) = call, call
         self._found: dict[int, Found | None] = {}
 
     def match(self, known: TracedCall) -> Found | None:

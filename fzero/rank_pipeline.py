@@ -11,17 +11,16 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.general.sizes import Sizes, find_changes
 from fzero.general.together import (
     CommonProgram,
-    RankCall,
     find_common_places,
     find_failure,
     find_open_moves,
     open_sizes,
 )
-from fzero.pipeline import Pipeline
+from fzero.pipeline import IN_A_FILE, Pipeline
 from fzero.prepared import BatchReader, PreparedCall
 from fzero.program.program import Program
 from fzero.program.readings import Found, list_tensors
-from fzero.tracing.signatures import sign_all
+from fzero.tracing.signatures import SignedCall, sign_all
 
 T = TypeVar("T")
 
@@ -30,36 +29,39 @@ class RankPipeline(Pipeline[T]):
     """The programs of a function on ranks. Where the batches of ranks have other sizes, `open_together` lets
     `find_together` find one schedule for all of them."""
 
-    _together: CommonProgram | None = None
+    _common: CommonProgram | None = None
 
     def _forget(self) -> None:
         super()._forget()
-        self._together = None
+        self._common = None
 
     @property
-    def is_together(self) -> bool:
-        """Whether batches of ranks had other sizes."""
-        return self._together is not None
+    def is_common(self) -> bool:
+        """Whether ranks share a schedule."""
+        return self._common is not None
 
     def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[PreparedCall[T]]:
         """`find` for the leaves of each rank of this process. Where the batches of ranks have had other sizes, by one
-        schedule for all ranks: then a collective."""
-        if self._together is not None:
-            for leaves in rows:
-                self._lie_with(leaves)
-            calls = [RankCall(self._describe(leaves, treedef), leaves) for leaves in rows]
+        schedule for all ranks, which is a collective; and so is a step with a folder of programs."""
+        readers = [self._read_call(leaves, treedef) for leaves in rows]
+        if self._common is not None:
             with disable_autocast(), pause_garbage_collection():
-                found = self._together.find(calls)
+                found = self._common.find([reader.call for reader in readers])
             if found is not None:
                 return [PreparedCall(finished, list_tensors(read), is_together=True) for finished, read in found]
+        if self._stored is not None:
+            known = [self._find_known(reader) for reader in readers]
+            is_missing = int(None in known)
+            if self.on.find_largest(is_missing, "whether all ranks know their programs") and not is_missing:
+                self.on.is_equal(0, IN_A_FILE)  # which the ranks ask that do not
         return [self.find(leaves, treedef) for leaves in rows]
 
     def open_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> str | None:
         """Let `find_together` find one schedule for calls that differ in the sizes of batches, behind `find` of each.
         A collective. Where there is none, the reason, on all ranks."""
-        readers = [BatchReader(self._describe(leaves, treedef), leaves) for leaves in rows]
+        readers = [self._read_call(leaves, treedef) for leaves in rows]
         signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
-        known, self._together = self._together, None
+        known, self._common = self._common, None
         before = [known.general.sizes.signature] if known else []
         like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
         groups = find_common_places(self.on, [*signatures, *like])
@@ -70,20 +72,19 @@ class RankPipeline(Pipeline[T]):
         why = find_failure(self.on, found if isinstance(found, str) else None)
         if why is None:
             assert isinstance(found, CommonProgram)
-            calls = [RankCall(reader.signature, reader.leaves) for reader in readers]
             with disable_autocast(), pause_garbage_collection():
-                is_fitting = found.find(calls) is not None
+                is_fitting = found.find([reader.call for reader in readers]) is not None
             why = None if is_fitting else find_failure(self.on, found.why)
-            self._together = found if is_fitting else None
+            self._common = found if is_fitting else None
         return why
 
     def _open(self, reader: BatchReader, sizes: Sizes, others: Sequence[Sequence[int]]) -> CommonProgram | str:
         """The program of `find_together`. Where there is none, the reason. `others` are the sizes of all ranks."""
 
-        def trace(call: RankCall, found: Found) -> Program:
+        def trace(call: SignedCall, found: Found) -> Program:
             return self._open_trace(call, found, "batches of ranks have other sizes")(None, {})
 
-        call, expected = RankCall(reader.signature, reader.leaves), self._expect(reader)
+        call, expected = reader.call, self._expect(reader)
         is_own = sizes.signature == sign_all(reader.signature, expected)
         how = self._open_trace(call, expected, "batches of ranks have other sizes", is_own)
         with disable_autocast(), pause_garbage_collection():

@@ -217,7 +217,7 @@ class Simulation:
         each rank."""
         pipeline = self._pipeline
         with self._name_cuts(treedef, leaves):
-            if not pipeline.is_together:
+            if not pipeline.is_common:
                 program = pipeline.find(self._select_rank(0, treedef, leaves), treedef).finished
                 if not program.readings:
                     return [program], [[]] * len(self._seats)

@@ -255,9 +255,10 @@ class Step:
         leaves, treedef = tree.flatten(args)
         why = self._pipeline.open_together([leaves], treedef)
         if why is not None:
-            if why != ALIKE:
-                error.add_note(f"Batches of ranks may have other sizes, but not here: {why}")
-            raise error
+            if why == ALIKE:
+                raise error
+            problem = f"{error.problem}. Batches may have other sizes, but not here: {why}"
+            raise FzeroError(error.where, problem, error.way_out) from None
 
     def calibrate(
         self, *args: Any, pass_state: Mapping[str, Any] | None = None, disk: Placement | None = None

@@ -147,8 +147,8 @@ def branch(mesh: DeviceMesh) -> None:
             r"argument 1: ranks are about to run different steps.*ranks exchange values whose shapes differ",
         ),
         (run_graphs_of_foreign_operations, "ranks are about to run different steps"),
-        (branch, r"Batches of ranks may have other sizes, but not here: .*asked by .*x.shape\[0\] > 2"),
-        (shorten, r"Batches of ranks may have other sizes, but not here: .*a trace shows that it is another one"),
+        (branch, r"Batches may have other sizes, but not here: .*asked by .*x.shape\[0\] > 2"),
+        (shorten, r"Batches may have other sizes, but not here: .*a trace shows that it is another one"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from fzero.general.sizes import Place, Sizes, is_constant, is_number, list_own_s
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.readings import Found
-from fzero.program.records import comm_of, find_bodies, record
+from fzero.program.records import body_of, comm_of, find_bodies, record
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import gather_words
-from fzero.tracing.signatures import Signature, is_batch, sign_all
+from fzero.tracing.signatures import Signature, SignedCall, is_batch, sign_all
 
 ALIKE = "batches do not differ in sizes"
 MISFIT = 2**63 - 1
@@ -33,14 +33,7 @@ Table = list[Any]
 """The shape and the strides of each batch of a call, the text of each constant, and None for each other leaf."""
 
 
-class RankCall(NamedTuple):
-    """The signature and the leaves of the call of one rank."""
-
-    signature: Signature
-    leaves: Sequence[Any]
-
-
-Trace = Callable[[RankCall, Found], Program]
+Trace = Callable[[SignedCall, Found], Program]
 """The program of a call, before any pass, where readings find these values."""
 
 
@@ -56,7 +49,7 @@ class CommonProgram:
         self._different: dict[tuple[int, ...], str | None] = {}  # of sizes that break conditions
         self.why: str | None = None
 
-    def find(self, calls: Sequence[RankCall]) -> list[tuple[Any, Found]] | None:
+    def find(self, calls: Sequence[SignedCall]) -> list[tuple[Any, Found]] | None:
         """What is finished for the calls of the ranks of this process, and what readings find; None on all ranks where
         the program does not fit the call of one. A collective of one number for each open size."""
         known = [self._find_sizes(call) for call in calls]
@@ -69,7 +62,7 @@ class CommonProgram:
             return None  # the schedule has asked for more
         return made
 
-    def _find_sizes(self, call: RankCall) -> tuple[list[int], Found]:
+    def _find_sizes(self, call: SignedCall) -> tuple[list[int], Found]:
         """The sizes of a call, and what readings find. `MISFIT` for each size where the program does not fit: `why`."""
         found = self.general.read(*call) if all(x.is_unchanged for x in self.general.watches) else None
         whole = None if found is None else sign_all(call.signature, found)
@@ -83,7 +76,7 @@ class CommonProgram:
                 return sizes, found
         return [MISFIT] * len(self.general.sizes.places), []
 
-    def _find_difference(self, call: RankCall, found: Found, sizes: list[int]) -> str | None:
+    def _find_difference(self, call: SignedCall, found: Found, sizes: list[int]) -> str | None:
         """Why a call of these sizes has another program; None where it has this one. Of sizes that break conditions, as
         sizes of 0 and 1 do, a trace shows it."""
         broken, key = self.general.conditions().find_broken(sizes), tuple(sizes)
@@ -165,7 +158,7 @@ def find_open_moves(program: Program) -> Node | None:
     axes take the same batch."""
     model_axes = frozenset(program.model_axes)
     for node in program.graph.nodes:
-        if node.op != "call_function" or record(node).moves is None:
+        if node.op != "call_function" or record(node).moves is None or body_of(node) is not None:
             continue
         values = pytree_leaves([x.meta.get("val") for x in (node, *node.all_input_nodes)])
         if any(isinstance(x, Tensor) and has_open_sizes(x) for x in values):

@@ -6,7 +6,7 @@ A signature is `(settings of torch, structure of the arguments, a description of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from fzero.values.sharded import Form, Sharded
 
 Signature = tuple[Any, tree.TreeDef, list[Any]]
 SHOWN = 3  # shapes or values that a message shows
+
+
+class SignedCall(NamedTuple):
+    """The signature and the leaves of a call."""
+
+    signature: Signature
+    leaves: Sequence[Any]
 
 
 def sign_leaf(leaf: Any) -> Any:
