@@ -67,9 +67,16 @@ class Lines:
 
     def without_sizes(self) -> Lines:
         """The same for ranks whose batches have other sizes."""
+        return self._of(lambda: self._program)
+
+    def of_sizes(self) -> Lines:
+        """The same for ranks that may have filled in equal programs by other schedules of theirs."""
+        return self._of(self._find_program)
+
+    def _of(self, find_program: Callable[[], Program]) -> Lines:
         other = copy.copy(self)
-        other._find_program, other._versions = lambda: self._program, None
-        other._digest = digest([*self._settings, *self._program.lines()])
+        other._find_program, other._versions = find_program, None
+        other._digest = digest([*self._settings, *find_program().lines()])
         return other
 
     def agree(

@@ -30,6 +30,8 @@ class RankPipeline(Pipeline[T]):
     `find_together` find one schedule for all of them."""
 
     _common: CommonProgram | None = None
+    has_differed = False
+    """Whether batches of ranks have had other sizes: each rank may know other general programs since."""
 
     def _forget(self) -> None:
         super()._forget()
@@ -61,7 +63,7 @@ class RankPipeline(Pipeline[T]):
         A collective. Where there is none, the reason, on all ranks."""
         readers = [self._read_call(leaves, treedef) for leaves in rows]
         signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
-        known, self._common = self._common, None
+        known, self._common, self.has_differed = self._common, None, True
         before = [known.general.sizes.signature] if known else []
         like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
         groups = find_common_places(self.on, [*signatures, *like])

@@ -291,6 +291,8 @@ class Step:
             ((linked, read, is_together),) = self._pipeline.find_together([leaves], treedef)
             if is_together:
                 linked = linked._replace(lines=linked.lines.without_sizes())
+            elif self._pipeline.has_differed:
+                linked = linked._replace(lines=linked.lines.of_sizes())
             values = [*(x for x in leaves if isinstance(x, Tensor)), *read]
             if pass_state is not None or linked.program.pass_state:
                 values += order_pass_state(linked.program, pass_state, self._on)

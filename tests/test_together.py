@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +22,14 @@ Call = tuple[int, int]
 LENGTHS: list[list[Call]] = [
     [(2, 5), (2, 9)],
     [(2, 7), (2, 3)],
-    [(3, 12), (2, 12)],
+    [(4, 12), (6, 12)],
     [(2, 9), (2, 9)],
     [(2, 4), (2, 8)],
     [(2, 6), (1, 4)],
     [(2, 31), (2, 2)],
 ]
 """The batches of two ranks in each step."""
+FOUR_ROWS = [[(4, 5), (4, 9)], [(4, 7), (6, 3)], [(4, 9), (4, 9)], [(8, 4), (4, 4)]]
 
 
 def make_params() -> Any:
@@ -57,14 +59,29 @@ def compute_loss(params: Any, tokens: Tensor) -> Tensor:
     return cross_entropy(h[known] @ params["words"].T, targets[known]) + size / known.sum().item()
 
 
+def compute_sums(params: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of all words, as a sum and a count."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    h = torch.tanh(embedding(inputs, params["words"]) + params["places"][: inputs.shape[1]])
+    for layer in params["layers"]:
+        h = h + torch.tanh(h @ layer["in"]) @ layer["out"]
+    losses = cross_entropy((h @ params["words"].T).flatten(0, 1), targets.flatten(), reduction="sum")
+    return losses, torch.tensor(1.0, dtype=h.dtype) * targets.shape[0] * targets.shape[1]
+
+
+def accumulate(params: Any, tokens: Tensor) -> Any:
+    loss, grads = fzero.accumulate(compute_sums, 2)(params, tokens)
+    return fzero.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
 def update(params: Any, tokens: Tensor) -> Any:
     loss, grads = fzero.value_and_grad(compute_loss)(params, tokens)
     return fzero.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
-def train(mesh: DeviceMesh, calls: Sequence[Sequence[Call]], how: Any) -> Any:
+def train(mesh: DeviceMesh, calls: Sequence[Sequence[Call]], how: Any, step: Any = update) -> Any:
     """The losses, the last parameters, and how often the step was traced."""
-    traced = Traced(update)
+    traced = Traced(step)
     step, params = fzero.shard(traced, mesh, **how), fzero.partition(make_params(), mesh)
     losses = []
     for i, row in enumerate(calls):
@@ -89,7 +106,7 @@ def train_plainly(calls: Sequence[Sequence[Call]]) -> Any:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"stage": 2, "donate": False}, {"stage": 1}, {"memory": "1MiB"}, {"dynamic": {"args.1": {1: None}}}],
+    [{}, {"stage": 2, "donate": False, "dynamic": {"args.1": {1: None}}}, {"memory": "1MiB"}],
     ids=str,
 )
 def test_ranks_train_on_batches_of_other_sizes(how: Any) -> None:
@@ -99,6 +116,39 @@ def test_ranks_train_on_batches_of_other_sizes(how: Any) -> None:
         for mine, plain in zip(fzero.tree.leaves(trained), fzero.tree.leaves(params)):
             torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
         assert count < 4 * len(LENGTHS)
+
+
+def accumulate_over_ranks(mesh: DeviceMesh) -> Any:
+    return train(mesh, FOUR_ROWS, {"donate": False}, accumulate)[:2]
+
+
+def test_microbatches_of_other_lengths_weigh_by_their_words() -> None:
+    """Sums and counts of all ranks, over one another."""
+    params, losses = make_params(), []
+    for i, row in enumerate(FOUR_ROWS):
+        leaves, treedef = fzero.tree.flatten(params)
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        given = fzero.tree.unflatten(treedef, leaves)
+        sums = [compute_sums(given, make_batch(call, 10 * i + rank)) for rank, call in enumerate(row)]
+        loss = sum(x for x, _ in sums) / sum(count for _, count in sums)
+        grads = torch.autograd.grad(loss, leaves)
+        params = fzero.tree.unflatten(treedef, [(x - 0.1 * g).detach() for x, g in zip(leaves, grads)])
+        losses.append(float(loss))
+    for got, trained in run(2, accumulate_over_ranks):
+        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
+        for mine, plain in zip(fzero.tree.leaves(trained), fzero.tree.leaves(params)):
+            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+
+
+def train_from_a_folder(mesh: DeviceMesh, folder: str) -> Any:
+    calls = [[(4, 6), (4, 6)], [(4, 6), (4, 9)], [(4, 7), (4, 6)], [(4, 6), (4, 6)]]
+    return train(mesh, calls, {"cache": folder}, accumulate)[0], train(mesh, calls, {}, accumulate)[0]
+
+
+def test_a_folder_of_programs_stands_beside_other_sizes(tmp_path: Path) -> None:
+    for _ in "ab":
+        for stored, traced in run(2, train_from_a_folder, str(tmp_path)):
+            torch.testing.assert_close(stored, traced, rtol=1e-12, atol=1e-12)
 
 
 def train_compiled(mesh: DeviceMesh) -> Any:
@@ -128,7 +178,8 @@ def run_graphs_of_foreign_operations(mesh: DeviceMesh) -> None:
 
 
 def shorten(mesh: DeviceMesh) -> None:
-    train(mesh, [[(2, 5), (2, 9)], [(2, 1), (2, 4)]], {})
+    calls = [(2, 5), (2, 5)], [(2, 5), (2, 9)], [(2, 7), (2, 7)], [(2, 1), (2, 1)], [(2, 1), (2, 4)]
+    train(mesh, calls, {})
 
 
 def branch(mesh: DeviceMesh) -> None:

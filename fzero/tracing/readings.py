@@ -215,8 +215,10 @@ class Readings:
         with disable_modes():
             if self._given is None:
                 found = reading.read(leaves, () if self._symbols is None else self._symbols.examples)
-            else:
+            elif len(self.found) < len(self._given):
                 found = list(self._given[len(self.found)])
+            else:
+                raise FzeroError(reading.where, "is read at some sizes, and not at others", "each is traced")
         self.found.append(reading)
         self.values.append(found)
         return [self._give(reading, x, first + i) for i, x in enumerate(found)]

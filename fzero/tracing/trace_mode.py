@@ -30,7 +30,7 @@ from fzero.tracing.checks import Checks
 from fzero.tracing.higher_order import refuse
 from fzero.tracing.readings import BY_INDEX, Readings
 from fzero.tracing.repeats import Repeats
-from fzero.tracing.user_errors import refuse_collective
+from fzero.tracing.user_errors import MASKS, refuse_collective
 from fzero.values import regions
 
 _aten = torch.ops.aten
@@ -135,6 +135,9 @@ class TraceMode(DispatchMode):
                 return found[0]
         except DynamicOutputShapeException:
             result = self._readings.read_rows(func, args, kwargs)
+            if result is None and regions.current_mark().turns:
+                problem = "values of a turn decide a shape, and a loop has one program for all of its turns"
+                raise FzeroError(line, problem, MASKS) from None
             if result is None:
                 raise
             return result

@@ -11,7 +11,7 @@ from fzero.base.torch_private import DataDependentOutputException, DynamicOutput
 from fzero.base.user_line import user_line_of_error
 
 _CHOICES = "choose with torch.where(condition, a, b), or return the tensor and look at it outside the step"
-_MASKS = (
+MASKS = (
     "keep all elements, and weigh them: torch.where(mask, x, 0), (x * mask).sum() / mask.sum(), or a cross entropy's "
     "ignore_index"
 )
@@ -118,7 +118,7 @@ class NameErrors:
         where = user_line_of_error(tb) or getattr(self.fn, "__name__", "step")
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             problem = "Python needs a value, or a shape, that is only known when the step runs"
-            way_out = _MASKS if isinstance(error, DynamicOutputShapeException) else _CHOICES
+            way_out = MASKS if isinstance(error, DynamicOutputShapeException) else _CHOICES
             raise FzeroError(where, problem, way_out) from error
         if isinstance(error, (RuntimeError, TypeError, KeyError, AttributeError, AssertionError)):
             if any(frame.f_globals.get("__name__") == _COLLECTIVES for frame, _ in walk_tb(tb)):
