@@ -176,7 +176,7 @@ def looping(params: Params, state: Any, x: Tensor) -> Any:
 
 
 def converting(params: Params, state: Any, x: Tensor) -> Any:
-    rate = float(x.mean())  # line: converting
+    rate = float((x * params["scale"]).mean())  # line: converting
     return tree.map(lambda p: p * rate, params), state, x.sum()
 
 
@@ -193,7 +193,7 @@ def inside_of_a_loss(params: Params, state: Any, x: Tensor) -> Any:
 
 
 def masking(params: Params, state: Any, x: Tensor) -> Any:
-    return params, state, x[x > 0].sum()  # line: masking
+    return params, state, x[x * params["scale"] > 0].sum()  # line: masking
 
 
 LOOKING = [branching, looping, converting, itemizing, inside_of_a_loss, masking]

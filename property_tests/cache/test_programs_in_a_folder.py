@@ -18,9 +18,9 @@ from programs import Case
 import fzero
 from fzero import tree
 from fzero.passes import defaults
-from fzero.pipeline import Pipeline
 from fzero.program.open import find_difference
 from fzero.program.program import Program
+from fzero.rank_pipeline import RankPipeline
 from fzero.ranks.virtual import virtual
 from fzero.testing.steps import TrainStep
 from fzero.testing.strategies import train_steps
@@ -29,7 +29,7 @@ from property_tests.random_axes.judge import draw_case, run_on_ranks
 from property_tests.running import assert_equal
 
 
-class Counting(Pipeline[Program]):
+class Counting(RankPipeline[Program]):
     traces = 0
 
     def program(self, args: tuple[Any, ...]) -> Program:

@@ -167,6 +167,7 @@ def moved_on_one(mesh: DeviceMesh) -> tuple[list[bool], bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fzero.transform.check_mesh", lambda on: None)
         patch.setattr("fzero.transform.Captured", Recorded)
+        patch.setattr("fzero.linked.Captured", Recorded)
         step = fzero.shard(lambda params, x: loss(params, x), mesh, compile="graph")
         params, x = fzero.partition(layers(1), mesh), torch.ones(2, 5)
         losses = [step(params, x), step(params, x)]
