@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,7 +103,7 @@ class Template:
 
     def fill(self, sizes: Sequence[int]) -> Program:
         """The program of these sizes, which fulfil the conditions of the symbols."""
-        filled = self._fill(_Filling(self.evaluate(sizes), {}, {}))
+        filled = fill_readings(self._fill(_Filling(self.evaluate(sizes), {}, {})), sizes)
         if not filled.remarks or tuple(sizes) == self.reference:
             return filled
         chosen_for = f"chosen at another size, {list(self.reference)} where this is {list(sizes)}:"
@@ -173,7 +173,12 @@ def make_template(opened: Program) -> Template:
     made = _list_numbers(opened, known)
     made = replace(made, names=symbols.names, reference=reference, formulas=tuple(symbols.write_keys(known.keys)))
     filled = made._fill(known.filling._replace(numbers=made.evaluate(reference)))
-    return replace(made._move(filled), opened=opened)
+    return replace(made._move(fill_readings(filled, reference)), opened=opened)
+
+
+def fill_readings(program: Program, sizes: Sequence[int]) -> Program:
+    """A program with its readings of these sizes."""
+    return replace(program, readings=tuple(x.fill(sizes) for x in program.readings)) if program.readings else program
 
 
 def _list_numbers(program: Program, known: _Known) -> Template:
@@ -295,6 +300,12 @@ def find_difference(a: Program, b: Program) -> str | None:
             return f"{name}: {getattr(a, name)} and {getattr(b, name)}"
     if _describe_results(a) != _describe_results(b):
         return "results"
+    for mine, other in zip_longest(a.readings, b.readings):
+        if None in (mine, other) or (mine.where, mine.sources, mine.count) != (other.where, other.sources, other.count):
+            return f"readings {mine} and {other}"
+        difference = find_difference(mine.program, other.program)
+        if difference is not None:
+            return f"what is read at {mine.where}: {difference}"
     constants = (a.constants.keys() ^ b.constants.keys()) or [
         name for name, x in a.constants.items() if x is not b.constants[name] and not torch.equal(x, b.constants[name])
     ]

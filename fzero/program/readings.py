@@ -9,7 +9,7 @@ step and had given them. A `Reading` computes them for each further call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,13 @@ class Reading:
     def _template(self) -> Template:
         return make_template(self.program)
 
+    def fill(self, sizes: Sequence[int]) -> Reading:
+        """The reading of these sizes, where some are open."""
+        return self if self.program.open is None else replace(self, program=self._template.fill(sizes))
+
     def read(self, leaves: Sequence[Any], sizes: Sequence[int] = ()) -> list[Any]:
         """The tensors, or the one value of Python, that these leaves have, where the open sizes are `sizes`."""
-        program = self.program if self.program.open is None else self._template.fill(sizes)
+        program = self.fill(sizes).program
         given = (leaves[i].detach() for i in self.sources)
         values = dict[fx.Node, Any](zip(program.placeholders, given, strict=True))
         with torch.no_grad(), disable_autocast():  # casts are nodes

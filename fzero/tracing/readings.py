@@ -205,7 +205,8 @@ class Readings:
                 constants[node.target] = self._traced.constant_of(node)
         args, kwargs = fx.map_arg(given, copies.__getitem__)
         graph.output([graph.create_node("call_function", func, args, kwargs)])
-        program = self._begin_program(graph, constants)
+        arguments = tuple(Argument(node.name) for node in sources)
+        program = replace(self._begin_program(graph, constants), arguments=arguments)
         return Reading(current_user_line(), program, tuple(self._sources[x] for x in sources))
 
     def _add(self, reading: Reading) -> list[Any]:

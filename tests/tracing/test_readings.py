@@ -201,6 +201,22 @@ def test_a_way_that_a_batch_decides_has_a_program_of_its_own(caplog: pytest.LogC
     assert "what is read at" in caplog.text and "any():: was False, is True" in caplog.text
 
 
+def test_a_size_that_python_reads_as_text_is_no_size_of_all_calls() -> None:
+    """torch does not say that the text of an open size was read. It stands in what is read alone."""
+
+    def read(p: Any, b: Batch, h: Tensor) -> Tensor:
+        return h[b["y"] > len(str(h.shape[0]))].sum()
+
+    mesh, expected = fzero.VirtualMesh(fsdp=1), make_params()
+    step, params = fzero.simulate(lambda p, b: train(read, p, b), mesh), fzero.partition(make_params(), mesh)
+    for i, rows in enumerate([8, 9, 12, 40, 9, 120]):
+        batch = make_batch(rows, 1, i)
+        expected, value = train_plainly(read, expected, [batch])
+        params, loss = step(params, batch)
+        torch.testing.assert_close(loss, value)
+        torch.testing.assert_close(fzero.unpartition(params)["w"], expected["w"])
+
+
 def test_rows_of_a_batch_are_read_for_few_traces() -> None:
     mesh, traced = fzero.VirtualMesh(fsdp=1), Traced(lambda p, b: train(chosen_rows, p, b))
     simulated, params = fzero.simulate(traced, mesh), fzero.partition(make_params(), mesh)
