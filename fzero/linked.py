@@ -53,7 +53,8 @@ class Lines:
 
     def __init__(self, program: Program, settings: Sequence[str]) -> None:
         self._program, self._settings, self._find_program = program, settings, lambda: program
-        self._digest = digest([*settings, *program.lines()])
+        self._digest = self._common_digest = digest([*settings, *program.lines()])
+        self._common: Lines | None = None
         self._versions: list[int] | None = None
         self._constant_lines: list[str] = []
         self._state = [(i, given.path) for i, given in enumerate(program.arguments) if given.bucket is not None]
@@ -67,16 +68,17 @@ class Lines:
 
     def without_sizes(self) -> Lines:
         """The same for ranks whose batches have other sizes."""
-        return self._of(lambda: self._program)
+        if self._common is None:
+            other = copy.copy(self)
+            other._find_program, other._digest, other._versions = lambda: self._program, self._common_digest, None
+            self._common = other
+        return self._common
 
     def of_sizes(self) -> Lines:
         """The same for ranks that may have filled in equal programs by other schedules of theirs."""
-        return self._of(self._find_program)
-
-    def _of(self, find_program: Callable[[], Program]) -> Lines:
         other = copy.copy(self)
-        other._find_program, other._versions = find_program, None
-        other._digest = digest([*self._settings, *find_program().lines()])
+        other._versions = None
+        other._digest = digest([*self._settings, *self._find_program().lines()])
         return other
 
     def agree(

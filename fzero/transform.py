@@ -253,7 +253,11 @@ class Step:
     def _open_together(self, args: tuple[Any, ...], error: FzeroError) -> None:
         """Let ranks whose batches have other sizes run one schedule; or raise the error that they have come to."""
         leaves, treedef = tree.flatten(args)
-        why = self._pipeline.open_together([leaves], treedef)
+        try:
+            why = self._pipeline.open_together([leaves], treedef)
+        except Exception as failure:
+            self._tell(failure)
+            raise
         if why is not None:
             if why == ALIKE:
                 raise error
@@ -300,9 +304,13 @@ class Step:
             values = place_state(linked.program, values, self._on.settle)
             return _Call(linked, values, copy_aliases(values, linked.donated))
         except Exception as error:
-            if error is not self._on.members.told:  # of which the other ranks know
-                agree(self._on.members, 0, list, error)
+            self._tell(error)
             raise
+
+    def _tell(self, error: Exception) -> None:
+        """Let the other ranks know of an error, where they do not yet."""
+        if error is not self._on.members.told:
+            agree(self._on.members, 0, list, error)
 
 
 class _Call(NamedTuple):

@@ -135,7 +135,7 @@ def group_places(tables: Sequence[Table], signature: Signature) -> Groups | str:
         for dim in (*range(count), *(count + x for x in strides)):
             sizes = tuple((*shape, *stride)[dim] for shape, stride in column)
             if len(set(sizes)) > 1 or (i, dim) in read:
-                key = (i, dim) if is_number(signature, (i, dim)) else sizes
+                key = ((i, dim),) if is_number(signature, (i, dim)) else sizes
                 groups.setdefault(key, (sizes, []))[1].append((i, dim))
     return list(groups.values()) if len(set(map(repr, tables))) > 1 else ALIKE
 

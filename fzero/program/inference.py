@@ -18,7 +18,7 @@ from fzero.layout.layout import Layout
 from fzero.program.arguments import operand_of
 from fzero.program.coverage import Unset
 from fzero.program.kinds import RAGGED, UNIFORM, Buffer, Kind, Slice, axes_of, kind_of_state
-from fzero.program.open import has_open_numbers
+from fzero.program.open import depends_on_sizes
 from fzero.program.operation import Node, Operation
 from fzero.program.program import RANK, Program
 from fzero.program.records import name_of, record, storage
@@ -113,9 +113,13 @@ class Walk:
         if not operation.waits and not operation.takes_buffers:  # these check the buffer in their rules
             self._refuse_buffers(node)
         kind = operation.kind(self, node)
-        if self._differ and has_open_numbers(node):
+        if self.varies_by_size(node):
             kind = self._vary(node, kind)
         return self._check(node, operation, kind) if operation.is_foreign else kind
+
+    def varies_by_size(self, node: Node) -> bool:
+        """Whether ranks have other sizes, or numbers, with which a node computes."""
+        return self._differ and depends_on_sizes(node)
 
     def _vary(self, node: Node, kind: Kind) -> Kind:
         """The kind of the result of a node that computes with sizes, or numbers, which differ between ranks."""

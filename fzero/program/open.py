@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.base.bits import has_equal_bits
 from fzero.base.errors import FzeroError
 from fzero.base.formulas import compile_formulas
 from fzero.base.symbols import Symbols, adds_floats, is_open, key_of
-from fzero.base.torch_private import storage_key
+from fzero.base.torch_private import pytree_leaves, storage_key
 from fzero.base.torch_private_functions import copy_graph
 from fzero.base.torch_private_traces import has_open_sizes, has_plain_form, make_fake
 from fzero.program.operation import Node
@@ -250,9 +251,12 @@ def map_numbers(given: Any, number: Callable[[Any], Any]) -> Any:
     return _map_leaves(given, lambda x: number(x) if is_open(x) else x) if _has_open(given) else given
 
 
-def has_open_numbers(node: Node) -> bool:
-    """Whether a node is a number that is computed from open sizes, or has such a number among its arguments."""
-    return is_open(node.meta.get("val")) or _has_open(node.args) or _has_open(node.kwargs)
+def depends_on_sizes(node: Node) -> bool:
+    """Whether a node computes with open sizes: it is such a number, has one among its arguments, or makes a tensor of
+    an open shape, as `zeros_like` does."""
+    values = pytree_leaves(node.meta.get("val"))
+    is_made = any(has_open_sizes(x) if isinstance(x, Tensor) else is_open(x) for x in values)
+    return is_made or _has_open(node.args) or _has_open(node.kwargs)
 
 
 _CLOSED = frozenset((fx.Node, int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -307,7 +311,7 @@ def find_difference(a: Program, b: Program) -> str | None:
         if difference is not None:
             return f"what is read at {mine.where}: {difference}"
     constants = (a.constants.keys() ^ b.constants.keys()) or [
-        name for name, x in a.constants.items() if x is not b.constants[name] and not torch.equal(x, b.constants[name])
+        name for name, x in a.constants.items() if not (x is b.constants[name] or has_equal_bits(x, b.constants[name]))
     ]
     if constants:
         return f"constants {sorted(constants)}"

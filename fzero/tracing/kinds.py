@@ -30,10 +30,11 @@ class Kinds:
         self._fixed = {None, *map(storage, program.placeholders)}  # the memory that a step may not write into
         self._last: Node = program.placeholders[-1] if program.placeholders else None
 
-    def note_argument(self, node: Node, sources: Sequence[Node]) -> Kind:
-        """Note a further argument of the trace, which ranks compute from these arguments. Its kind: one of captured
-        tensors alone is the same on all ranks."""
-        kind = UNIFORM.union(*map(self.of, sources))
+    def note_argument(self, node: Node, sources: Sequence[Node], program: Program) -> Kind:
+        """Note a further argument of the trace, which ranks compute from these arguments by a program. Its kind: one of
+        captured tensors alone is the same on all ranks, where they have the same sizes."""
+        varies = any(map(self._walk.varies_by_size, program.graph.nodes))
+        kind = UNIFORM.union(*map(self.of, sources), self._walk.per_rank if varies else UNIFORM)
         self._walk.note(node, kind)
         self._fixed.add(storage(node))
         return kind

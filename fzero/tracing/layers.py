@@ -172,10 +172,10 @@ class Layers:
             if not given.is_kept():
                 self._given_up[call.layers] = MOST
                 raise Uncopied("changes its arguments") if known is None and given.reaches_call() else self._refuse()
-            part = self._take(last, run, run.nodes, "forward")
-            results = LayerResults(self.repeats, returned, part)
             if before != self._count() or not contents.is_same():
                 raise Uncopied("does more than to compute")
+            part = self._take(last, run, run.nodes, "forward")
+            results = LayerResults(self.repeats, returned, part)
             if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
                 raise Uncopied("differentiates by what it captures")
             if known is None:

@@ -64,6 +64,8 @@ class Readings:
         self._traced, self._kinds, self._leaves, self._make, self._forms = traced, kinds, leaves, make, forms
         self._symbols, self._given, self._begin_program = symbols, given, begin_program
         self.found: list[Reading] = []
+        self.count = 0
+        """How often the step took something from its batch, what readings had found before too."""
         self.values: list[list[Any]] = []
         self.arguments: list[Argument] = []
         tensors = (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
@@ -136,6 +138,7 @@ class Readings:
             return None
         nodes = iter(operands)
         given = fx.node.map_aggregate((args, dict(kwargs)), lambda x: next(nodes) if isinstance(x, Tensor) else x)
+        self.count += 1
         key = func, convert, repr(given)
         if key not in self._known:
             reading = self._cut(func, given, operands)
@@ -236,7 +239,7 @@ class Readings:
         node = self._traced.emit_further_argument(f"read{len(self.arguments)}_1", value)
         self._traced.track(fake, node)
         positions = {position: node for node, position in self._sources.items()}
-        kind = self._kinds.note_argument(node, [positions[i] for i in reading.sources])
+        kind = self._kinds.note_argument(node, [positions[i] for i in reading.sources], reading.program)
         self.arguments.append(Argument(f"read at {reading.where}", own=None if kind else kind))
         self._sources[node] = position
         self._fixed.add(storage(node))

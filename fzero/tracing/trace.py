@@ -315,9 +315,9 @@ class _Trace:
 
     def _count(self, mode: TraceMode) -> Any:
         """Numbers that change where the step does more than to record operations of torch."""
-        tracer, readings = self.tracer, self._readings.found if self._readings else []
-        lists: tuple[Any, ...] = (mode.read, readings, self._noted, tracer.layouts, tracer.reduce_dtypes)
-        return tracer.writes, *(len(x) for x in (*lists, self.recorder.turns))
+        tracer, count = self.tracer, self._readings.count if self._readings else 0
+        lists: tuple[Any, ...] = (mode.read, self._noted, tracer.layouts, tracer.reduce_dtypes)
+        return tracer.writes, count, *(len(x) for x in (*lists, self.recorder.turns))
 
     @contextmanager
     def surround(self) -> Iterator[None]:
