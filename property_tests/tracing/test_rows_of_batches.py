@@ -31,6 +31,7 @@ TERMS: list[Term] = [
     lambda p, b, h, k: (torch.ones_like(b["x"])[b["y"] > k] @ p["w"]).sum(),
     lambda p, b, h, k: (p["w"][0] + torch.arange(h[b["y"] > k].shape[0])[:, None]).sum() * 1e-2,
     lambda p, b, h, k: fill_rows(h, b["y"] > k).square().sum(),
+    lambda p, b, h, k: p["w"].square().sum() * torch.ones_like(h[b["y"] > k][:, 0]).sum() * 1e-2,
     lambda p, b, h, k: fzero.remat(lambda h: torch.tanh(h[b["y"] > k] @ p["w"]).sum())(h),
     lambda p, b, h, k: h.sum() * (2 if (b["y"] > 2 * k).any() else 3),
     lambda p, b, h, k: h.index_select(0, b["y"].unique() % h.shape[0]).sum(),

@@ -1,4 +1,4 @@
-"""Readings where sizes, or masks, differ between ranks or layers: values without a number in them, and copied layers."""
+"""Readings where sizes, or masks, differ between ranks or layers: values without a number, and copied layers."""
 
 from __future__ import annotations
 
