@@ -232,6 +232,7 @@ class Simulation:
             if not found[0].is_together and not _are_equal([x.finished for x in found]):
                 raise FzeroError(found[0].finished.name, "batches of ranks ask for other programs", DECIDE_ALIKE)
         programs = [x.finished for x in found]
+        _check_constants(programs)
         return programs if found[0].is_together else programs[:1], [x.read for x in found]
 
     @contextmanager
@@ -322,6 +323,15 @@ class Simulation:
                     "take a pass out of shard(..., passes=...) to find which one breaks it",
                 )
         return values[0]
+
+
+def _check_constants(programs: Sequence[Program]) -> None:
+    """Refuse a number that a step returns, and that ranks compute from other sizes: one value stands for all ranks."""
+    for results in zip(*(program.results for program in programs)):
+        values = list(dict.fromkeys(repr(x.constant) for x in results if x.is_constant))
+        if len(values) > 1:
+            problem = f"is {values[0]} on one rank and {values[1]} on another, and a number has one value"
+            raise FzeroError(f"result {results[0].path!r}", problem, "return a tensor, as torch.full((), n)")
 
 
 def _are_equal(programs: Sequence[Program]) -> bool:

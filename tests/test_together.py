@@ -90,18 +90,29 @@ def train(mesh: DeviceMesh, calls: Sequence[Sequence[Call]], how: Any, step: Any
     return losses, fzero.unpartition(params), traced.count
 
 
-def train_plainly(calls: Sequence[Sequence[Call]]) -> Any:
-    params, losses = make_params(), []
+def mean_of_losses(params: Any, batches: Sequence[Tensor]) -> Tensor:
+    return sum(compute_loss(params, tokens) for tokens in batches) / len(batches)
+
+
+def mean_of_words(params: Any, batches: Sequence[Tensor]) -> Tensor:
+    """The sum of all ranks over the count of all ranks."""
+    sums, counts = zip(*(compute_sums(params, tokens) for tokens in batches))
+    return sum(sums) / sum(counts)
+
+
+def check_training(found: Sequence[Any], calls: Sequence[Sequence[Call]], mean: Any) -> None:
+    """Hold the losses and parameters of each rank against those of plain torch on one."""
+    leaves, treedef = fzero.tree.flatten(make_params())
+    losses = []
     for i, row in enumerate(calls):
-        leaves, treedef = fzero.tree.flatten(params)
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        given = fzero.tree.unflatten(treedef, leaves)
-        parts = [compute_loss(given, make_batch(call, 10 * i + rank)) for rank, call in enumerate(row)]
-        loss = sum(parts) / len(parts)
-        grads = torch.autograd.grad(loss, leaves)
-        params = fzero.tree.unflatten(treedef, [(x - 0.1 * g).detach() for x, g in zip(leaves, grads)])
+        given = [x.detach().requires_grad_() for x in leaves]
+        batches = [make_batch(call, 10 * i + rank) for rank, call in enumerate(row)]
+        loss = mean(fzero.tree.unflatten(treedef, given), batches)
+        leaves = [(x - 0.1 * g).detach() for x, g in zip(given, torch.autograd.grad(loss, given))]
         losses.append(float(loss))
-    return losses, params
+    for got, trained in found:
+        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(fzero.tree.leaves(trained), leaves, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +121,9 @@ def train_plainly(calls: Sequence[Sequence[Call]]) -> Any:
     ids=str,
 )
 def test_ranks_train_on_batches_of_other_sizes(how: Any) -> None:
-    losses, params = train_plainly(LENGTHS)
-    for got, trained, count in run(2, train, LENGTHS, how):
-        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
-        for mine, plain in zip(fzero.tree.leaves(trained), fzero.tree.leaves(params)):
-            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
-        assert count < 4 * len(LENGTHS)
+    found = run(2, train, LENGTHS, how)
+    check_training([each[:2] for each in found], LENGTHS, mean_of_losses)
+    assert all(count < 4 * len(LENGTHS) for *_, count in found)
 
 
 def accumulate_over_ranks(mesh: DeviceMesh) -> Any:
@@ -123,21 +131,7 @@ def accumulate_over_ranks(mesh: DeviceMesh) -> Any:
 
 
 def test_microbatches_of_other_lengths_weigh_by_their_words() -> None:
-    """Sums and counts of all ranks, over one another."""
-    params, losses = make_params(), []
-    for i, row in enumerate(FOUR_ROWS):
-        leaves, treedef = fzero.tree.flatten(params)
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        given = fzero.tree.unflatten(treedef, leaves)
-        sums = [compute_sums(given, make_batch(call, 10 * i + rank)) for rank, call in enumerate(row)]
-        loss = sum(x for x, _ in sums) / sum(count for _, count in sums)
-        grads = torch.autograd.grad(loss, leaves)
-        params = fzero.tree.unflatten(treedef, [(x - 0.1 * g).detach() for x, g in zip(leaves, grads)])
-        losses.append(float(loss))
-    for got, trained in run(2, accumulate_over_ranks):
-        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
-        for mine, plain in zip(fzero.tree.leaves(trained), fzero.tree.leaves(params)):
-            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-11)
+    check_training(run(2, accumulate_over_ranks), FOUR_ROWS, mean_of_words)
 
 
 def train_from_a_folder(mesh: DeviceMesh, folder: str) -> Any:
@@ -152,13 +146,11 @@ def test_a_folder_of_programs_stands_beside_other_sizes(tmp_path: Path) -> None:
 
 
 def train_compiled(mesh: DeviceMesh) -> Any:
-    return train(mesh, LENGTHS[:4], {"compile": True})[0]
+    return train(mesh, LENGTHS[:4], {"compile": True})[:2]
 
 
 def test_ranks_train_compiled_on_batches_of_other_sizes() -> None:
-    losses, _ = train_plainly(LENGTHS[:4])
-    for got in run(2, train_compiled, timeout=300.0):
-        torch.testing.assert_close(got, losses)
+    check_training(run(2, train_compiled, timeout=300.0), LENGTHS[:4], mean_of_losses)
 
 
 def exchange_rows(mesh: DeviceMesh) -> None:
@@ -169,7 +161,7 @@ def exchange_rows(mesh: DeviceMesh) -> None:
     fzero.shard(step, mesh)(w, torch.ones(2 + mesh.get_rank(), 3))
 
 
-def run_graphs_of_foreign_operations(mesh: DeviceMesh) -> None:
+def scale_by_a_number_of_the_rank(mesh: DeviceMesh) -> None:
     def step(w: Any, x: Tensor, scale: float) -> Any:
         return w, (x @ w).sum() * scale
 
@@ -197,7 +189,7 @@ def branch(mesh: DeviceMesh) -> None:
             exchange_rows,
             r"argument 1: ranks are about to run different steps.*ranks exchange values whose shapes differ",
         ),
-        (run_graphs_of_foreign_operations, "ranks are about to run different steps"),
+        (scale_by_a_number_of_the_rank, "ranks are about to run different steps"),
         (branch, r"Batches may have other sizes, but not here: .*asked by .*x.shape\[0\] > 2"),
         (shorten, r"Batches may have other sizes, but not here: .*a trace shows that it is another one"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fzero.base.torch_private_traces import without_log_of_failures
 from fzero.budget.fit import Rewrite, list_passes_of
@@ -26,6 +26,7 @@ from fzero.program.readings import Found
 from fzero.tracing.signatures import Signature, sign_all
 from fzero.tracing.watches import Watch
 
+T = TypeVar("T")
 MAX_GENERALS = 3
 """How often a step is traced with open sizes at most, for each structure of its arguments."""
 _log = logging.getLogger("fzero")
@@ -101,16 +102,18 @@ class Generals:
         general = self._try(make, rewrite, (sizes.signature[1], "others"))
         if general is not None:
             return general, general
-        like = self._try(
-            lambda: open_general(trace, rewrite, finish, sizes, others), rewrite, (sizes.signature[1], "same")
-        )
-        return None if like is None else (make_general(trace, rewrite, finish, sizes, differ=True), like)
+
+        def make_both() -> tuple[General, General]:
+            like = open_general(trace, rewrite, finish, sizes, others)
+            return make_general(trace, rewrite, finish, sizes, differ=True), like
+
+        return self._try(make_both, rewrite, (sizes.signature[1], "same"))
 
     def forget_try(self, signature: Signature) -> None:
         """Do not count the last trace with open sizes: the step itself raises for these arguments."""
         self._tries[signature[1]] -= self._tries[signature[1]] > 0
 
-    def _try(self, make: Callable[[], General], rewrite: Rewrite, key: Any) -> General | None:
+    def _try(self, make: Callable[[], T], rewrite: Rewrite, key: Any) -> T | None:
         passes = list_passes_of(rewrite)
         if any(map(is_foreign, passes)) or BY_SIZES not in map(name_of_pass, passes):
             return None  # passes of others may do anything with sizes

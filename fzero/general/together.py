@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST
 from fzero.base.torch_private import pytree_leaves
 from fzero.base.torch_private_traces import has_open_sizes
@@ -83,7 +84,10 @@ class CommonProgram:
         if broken is None:
             return None
         if key not in self._different:
-            difference = self._like.find_difference(sizes, self._trace(call, found))
+            try:
+                difference = self._like.find_difference(sizes, self._trace(call, found))
+            except FzeroError as error:  # which the step raises again, where it is one of its own
+                difference = str(error)
             self._different[key] = difference and f"{broken}, and a trace shows that it is another one"
         return self._different[key]
 

@@ -91,7 +91,7 @@ class Readings:
         """`[x.tolist()]`, where the batch alone decides it; else None. Few whole numbers may be open."""
         if x.dtype not in _WHOLE or not 0 < x.numel() <= MOST_NUMBERS:
             return self._read(_aten.alias.default, (x,), {}, Tensor.tolist)
-        items = self._read(_aten.alias.default, (x,), {}, _list_items, x.numel())
+        items = self._read(_aten.alias.default, (x,), {}, _list_items)
         if items is None:
             return None
         for size in reversed(x.shape[1:]):
@@ -123,14 +123,9 @@ class Readings:
         return numbers
 
     def _read(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        convert: Callable[[Any], Any] | None = None,
-        count: int = 0,
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], convert: Callable[[Any], Any] | None = None
     ) -> list[Any] | None:
-        """What `func` returns, as a list: traced tensors, or a value of Python; or so many that `convert` returns."""
+        """What `func` returns, as a list: traced tensors, or values of Python."""
         tensors = [x for x in pytree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
         operands = list(map(self._find_node, tensors))
         self._follow()
@@ -141,9 +136,7 @@ class Readings:
         self.count += 1
         key = func, convert, repr(given)
         if key not in self._known:
-            reading = self._cut(func, given, operands)
-            count = count or len(func._schema.returns)
-            self._known[key] = self._add(replace(reading, convert=convert, count=count))
+            self._known[key] = self._add(replace(self._cut(func, given, operands), convert=convert))
         return self._known[key]
 
     def _find_node(self, x: Tensor) -> Node | None:
@@ -223,7 +216,7 @@ class Readings:
                 found = list(self._given[len(self.found)])
             else:
                 raise FzeroError(reading.where, "is read at some sizes, and not at others", "each is traced")
-        self.found.append(reading)
+        self.found.append(replace(reading, count=len(found)))
         self.values.append(found)
         return [self._give(reading, x, first + i) for i, x in enumerate(found)]
 

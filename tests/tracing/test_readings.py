@@ -313,6 +313,18 @@ def test_ranks_whose_batches_lead_python_elsewhere_are_refused(caplog: pytest.Lo
         torch.testing.assert_close(step(params, batch | {"k": torch.full((12,), k)})[1], value)
 
 
+def test_a_number_that_differs_between_ranks_is_no_result() -> None:
+    def step(w: Any, x: Tensor) -> Any:
+        rows = x[x > 0]
+        return w, (rows * w.full_tensor().sum()).sum(), rows.shape[0]
+
+    w = fzero.partition({"w": torch.ones(3)}, fzero.VirtualMesh(fsdp=2))["w"]
+    simulated = fzero.simulate(step, w.on.mesh, donate=False)
+    assert simulated(w, torch.ones(8))[2] == 4
+    with pytest.raises(FzeroError, match="result '2': is 4 on one rank and 3 on another.*return a tensor"):
+        simulated(w, torch.tensor([1.0, 1, 1, 1, -1, 1, 1, 1]))
+
+
 def test_a_read_that_leads_to_one_program_may_differ(caplog: pytest.LogCaptureFixture) -> None:
     mesh = fzero.VirtualMesh(fsdp=2)
 
