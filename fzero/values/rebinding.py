@@ -12,15 +12,16 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fzero.base.errors import FzeroError
-from fzero.base.reachable import list_contents, list_globals, walk_inside
+from fzero.base.reachable import is_of_library, list_contents, list_globals, walk_inside
 
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
+_HOLDERS = (nn.Module, Tensor, *_FUNCTIONS, list, tuple, dict)
 _MOST = 1000  # objects below a global that are looked at
 _WAY_OUT = "hold the module in a closure, an argument of functools.partial or an attribute, or give that to lower too"
 
@@ -169,15 +170,27 @@ def _walk_to_modules(value: Any) -> Iterator[Any]:
         if id(each) not in seen:
             seen.add(id(each))
             yield each
-            if not isinstance(each, (nn.Module, Tensor)):
+            if isinstance(each, ModuleType):
+                waiting += _list_holders(each)
+            elif not isinstance(each, (nn.Module, Tensor)):
                 waiting += [child for _, child in list_contents("", each)]
+
+
+def _list_holders(module: ModuleType) -> list[Any]:
+    """The globals of a module of Python, and modules of its package, that may hold a user's tensor. A library has
+    none."""
+    package = module.__name__.partition(".")[0]
+    if is_of_library(package):
+        return []
+    held = [x for key, x in vars(module).items() if not key.startswith("__")]
+    of_package = [x for x in held if isinstance(x, ModuleType) and x.__name__.partition(".")[0] == package]
+    return of_package + [x for x in held if isinstance(x, _HOLDERS)]
 
 
 def _find_in_globals(function: FunctionType, parts: set[int]) -> Iterator[str]:
     """The globals of a function that are a part of the module, or hold one as functions and containers do."""
     for variable, value in list_globals(function):
-        is_holder = isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, list, tuple, dict))
-        if is_holder and any(id(x) in parts for _, x in walk_inside(variable, value, _MOST)):
+        if isinstance(value, _HOLDERS) and any(id(x) in parts for _, x in walk_inside(variable, value, _MOST)):
             yield variable
 
 

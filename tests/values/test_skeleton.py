@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import sys
 import threading
 import types
 import weakref
@@ -208,6 +209,27 @@ def test_a_copy_of_a_copy_without_values_computes_as_the_module(name: str) -> No
     copied = copy_without_values(copy_without_values(module))
     assert all(param.is_meta for param in copied.parameters())
     assert torch.equal(fzero.lower(copied)[1](params, x), apply(params, x))
+
+
+def test_a_layer_that_a_package_of_the_user_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, layers = types.ModuleType("own"), types.ModuleType("own.layers")
+    for each in (own, layers):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    module = Net()
+    module.package, own.layers, layers.first = own, layers, module.a  # type: ignore
+    module.b.forward = lambda x: own.layers.first(x)  # type: ignore[method-assign]
+    with pytest.raises(FzeroError, match=r"^package: holds the original Linear in a module"):
+        fzero.lower(module)
+
+
+def test_a_module_of_a_library_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches all modules, and so this one, through `sys.modules`."""
+    module = Net()
+    module.functions = nn.functional
+    monkeypatch.setattr(sys.modules[__name__], "found", module, raising=False)
+    params, apply = fzero.lower(module)
+    x = torch.randn(3, 4)
+    assert torch.equal(apply(params, x), module(x))
 
 
 GLOBAL: list[Any] = []
