@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import RankError, run
+from processes import Case, Outcome, run, run_cases, values
 from test_general import Traced
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +40,7 @@ def make_params() -> Any:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) / 2
 
-    layers = [{"in": draw(WIDTH, 2 * WIDTH), "out": draw(2 * WIDTH, WIDTH)} for _ in range(3)]
+    layers = [{"in": draw(WIDTH, 2 * WIDTH), "out": draw(2 * WIDTH, WIDTH)} for _ in range(2)]
     return {"words": draw(WORDS, WIDTH), "places": draw(MOST, WIDTH), "layers": layers}
 
 
@@ -115,44 +117,6 @@ def check_training(found: Sequence[Any], calls: Sequence[Sequence[Call]], mean: 
         torch.testing.assert_close(fzero.tree.leaves(trained), leaves, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"stage": 2, "donate": False, "dynamic": {"args.1": {1: None}}}, {"memory": "1MiB"}],
-    ids=str,
-)
-def test_ranks_train_on_batches_of_other_sizes(how: Any) -> None:
-    found = run(2, train, LENGTHS, how)
-    check_training([each[:2] for each in found], LENGTHS, mean_of_losses)
-    assert all(count < 4 * len(LENGTHS) for *_, count in found)
-
-
-def accumulate_over_ranks(mesh: DeviceMesh) -> Any:
-    return train(mesh, FOUR_ROWS, {"donate": False}, accumulate)[:2]
-
-
-def test_microbatches_of_other_lengths_weigh_by_their_words() -> None:
-    check_training(run(2, accumulate_over_ranks), FOUR_ROWS, mean_of_words)
-
-
-def train_from_a_folder(mesh: DeviceMesh, folder: str) -> Any:
-    calls = [[(4, 6), (4, 6)], [(4, 6), (4, 9)], [(4, 7), (4, 6)], [(4, 6), (4, 6)]]
-    return train(mesh, calls, {"cache": folder}, accumulate)[0], train(mesh, calls, {}, accumulate)[0]
-
-
-def test_a_folder_of_programs_stands_beside_other_sizes(tmp_path: Path) -> None:
-    for _ in "ab":
-        for stored, traced in run(2, train_from_a_folder, str(tmp_path)):
-            torch.testing.assert_close(stored, traced, rtol=1e-12, atol=1e-12)
-
-
-def train_compiled(mesh: DeviceMesh) -> Any:
-    return train(mesh, LENGTHS[:4], {"compile": True})[:2]
-
-
-def test_ranks_train_compiled_on_batches_of_other_sizes() -> None:
-    check_training(run(2, train_compiled, timeout=300.0), LENGTHS[:4], mean_of_losses)
-
-
 def exchange_rows(mesh: DeviceMesh) -> None:
     def step(w: Any, x: Tensor) -> Any:
         return w, (fzero.psum(x * x, "fsdp") @ w).sum()
@@ -182,19 +146,67 @@ def branch(mesh: DeviceMesh) -> None:
     fzero.shard(step, mesh)(w, torch.ones(2 + mesh.get_rank(), 3))
 
 
-@pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        (
-            exchange_rows,
-            r"argument 1: ranks are about to run different steps.*ranks exchange values whose shapes differ",
-        ),
-        (scale_by_a_number_of_the_rank, "ranks are about to run different steps"),
-        (branch, r"Batches may have other sizes, but not here: .*asked by .*x.shape\[0\] > 2"),
-        (shorten, r"Batches may have other sizes, but not here: .*a trace shows that it is another one"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_sizes_that_no_schedule_serves_are_an_error_of_all_ranks(case: Any, why: str) -> None:
-    with pytest.raises(RankError, match=f"(?s){why}"):
-        run(2, case)
+def train_compiled(mesh: DeviceMesh) -> Any:
+    return train(mesh, LENGTHS[:4], {"compile": True})[:2]
+
+
+def accumulate_over_ranks(mesh: DeviceMesh) -> Any:
+    return train(mesh, FOUR_ROWS, {"donate": False}, accumulate)[:2]
+
+
+WAYS: dict[str, Any] = {
+    "as it is": {},
+    "stage 2": {"stage": 2, "donate": False, "dynamic": {"args.1": {1: None}}},
+    "a budget": {"memory": "1MiB"},
+}
+ERRORS = {
+    exchange_rows: r"argument 1: ranks are about to run different steps.*ranks exchange values whose shapes differ",
+    scale_by_a_number_of_the_rank: "ranks are about to run different steps",
+    branch: r"Batches may have other sizes, but not here: .*asked by .*x.shape\[0\] > 2",
+    shorten: r"Batches may have other sizes, but not here: .*a trace shows that it is another one",
+}
+CASES: dict[Any, Case] = {
+    **{name: functools.partial(train, calls=LENGTHS, how=how) for name, how in WAYS.items()},
+    accumulate: accumulate_over_ranks,
+    **{case: case for case in ERRORS},
+    "compiled": train_compiled,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Mapping[Any, list[Outcome]]:
+    return run_cases(2, CASES, timeout=280.0)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_train_on_batches_of_other_sizes(outcomes: Mapping[Any, list[Outcome]], name: str) -> None:
+    found = values(outcomes[name])
+    check_training([each[:2] for each in found], LENGTHS, mean_of_losses)
+    assert all(count < 3 * len(LENGTHS) for *_, count in found)
+
+
+def test_ranks_train_compiled_on_batches_of_other_sizes(outcomes: Mapping[Any, list[Outcome]]) -> None:
+    check_training(values(outcomes["compiled"]), LENGTHS[:4], mean_of_losses)
+
+
+def test_microbatches_of_other_lengths_weigh_by_their_words(outcomes: Mapping[Any, list[Outcome]]) -> None:
+    check_training(values(outcomes[accumulate]), FOUR_ROWS, mean_of_words)
+
+
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case.__name__)
+def test_sizes_that_no_schedule_serves_are_an_error_of_all_ranks(
+    outcomes: Mapping[Any, list[Outcome]], case: Case
+) -> None:
+    for outcome in outcomes[case]:
+        assert re.search(ERRORS[case], outcome.error, re.DOTALL), outcome
+
+
+def train_from_a_folder(mesh: DeviceMesh, folder: str) -> Any:
+    calls = [[(4, 6), (4, 6)], [(4, 6), (4, 9)], [(4, 7), (4, 6)], [(4, 6), (4, 6)]]
+    return train(mesh, calls, {"cache": folder}, accumulate)[0], train(mesh, calls, {}, accumulate)[0]
+
+
+def test_a_folder_of_programs_stands_beside_other_sizes(tmp_path: Path) -> None:
+    for _ in "ab":
+        for stored, traced in run(2, train_from_a_folder, str(tmp_path)):
+            torch.testing.assert_close(stored, traced, rtol=1e-12, atol=1e-12)

@@ -15,7 +15,7 @@ from fzero.general.programs import (
     General,
     Trace,
     check_general,
-    make_general,
+    open_common,
     open_general,
     trace_general,
 )
@@ -93,21 +93,12 @@ class Generals:
     def open_common(
         self, sizes: Sizes, others: Sequence[Sequence[int]], trace: Trace, rewrite: Rewrite, finish: Finish
     ) -> tuple[General, General] | None:
-        """A general program for ranks that have other sizes at the same time, such as `others`; and one for ranks that
-        have the same, which a trace confirms: the same program where means over ranks stand at the same places."""
+        """The programs of `fzero.general.programs.open_common`. None where there are none."""
 
-        def make() -> General:
-            return open_general(trace, rewrite, finish, sizes, others, differ=True)
+        def make() -> tuple[General, General]:
+            return open_common(trace, rewrite, finish, sizes, others)
 
-        general = self._try(make, rewrite, (sizes.signature[1], "others"))
-        if general is not None:
-            return general, general
-
-        def make_both() -> tuple[General, General]:
-            like = open_general(trace, rewrite, finish, sizes, others)
-            return make_general(trace, rewrite, finish, sizes, differ=True), like
-
-        return self._try(make_both, rewrite, (sizes.signature[1], "same"))
+        return self._try(make, rewrite, (sizes.signature[1], "others"))
 
     def forget_try(self, signature: Signature) -> None:
         """Do not count the last trace with open sizes: the step itself raises for these arguments."""

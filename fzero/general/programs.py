@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -237,33 +238,62 @@ def trace_general(
     return make_general(trace, rewrite, finish, Sizes(signature, tuple(map(tuple, found.values()))))
 
 
-def open_general(
-    trace: Trace,
-    rewrite: Rewrite,
-    finish: Finish,
-    sizes: Sizes,
-    others: Sequence[Sequence[int]] = (),
-    differ: bool = False,
-) -> General:
-    """A program with open `sizes`, which a trace at other ones confirms: at one of `others`, or near its own.
+def open_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes) -> General:
+    """A program with open `sizes`, which a trace near its own confirms.
 
     Raises:
         FzeroError: where there is no such program.
     """
-    general = make_general(trace, rewrite, finish, sizes, differ)
+    general = make_general(trace, rewrite, finish, sizes)
+    _confirm(general, (), _trace_others(trace, sizes))
+    return general
+
+
+def open_common(
+    trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes, others: Sequence[Sequence[int]]
+) -> tuple[General, General]:
+    """A program with open `sizes` for ranks that have other ones at the same time, such as `others`; and that of ranks
+    which have the same, which a trace at one of `others` confirms: the same program where means over ranks stand at the
+    same places.
+
+    Raises:
+        FzeroError: where there is no such program.
+    """
+    general, trace_at = make_general(trace, rewrite, finish, sizes, differ=True), _trace_others(trace, sizes)
+    try:
+        _confirm(general, others, trace_at)
+    except FzeroError:
+        like = make_general(trace, rewrite, finish, sizes)
+        _confirm(like, others, trace_at)
+        return general, like
+    return general, general
+
+
+def _trace_others(trace: Trace, sizes: Sizes) -> Callable[[tuple[int, ...]], Program]:
+    """Traces at other sizes, each made once."""
+    return functools.cache(lambda other: trace(None, _open_forms(sizes, other)))
+
+
+def _confirm(general: General, others: Sequence[Sequence[int]], trace_at: Callable[[tuple[int, ...]], Program]) -> None:
+    """Hold a general program against a trace at one of `others`, or near its own sizes.
+
+    Raises:
+        FzeroError: where they differ, and where it fits none.
+    """
     assert general.schedule is not None
-    own = general.schedule.symbols.examples
+    own = tuple(general.schedule.symbols.examples)
     general.fill(own)  # which may ask for more conditions
-    tried = [list(x) for x in (*others, *_list_others(own)) if list(x) != own and min(x) >= LEAST]
+    tried = [tuple(x) for x in (*others, *_list_others(own)) if tuple(x) != own and min(x) >= LEAST]
     other = next((x for x in tried if general.conditions().find_broken(x) is None), None)
     if other is None:
         broken = general.conditions().find_broken(tried[0])
-        raise FzeroError("the step", f"has conditions that no size near {own} fulfils: {broken}", "each is traced")
-    traced = trace(None, _open_forms(sizes, other))
+        raise FzeroError(
+            "the step", f"has conditions that no size near {list(own)} fulfils: {broken}", "each is traced"
+        )
+    traced = trace_at(other)
     difference = general.find_difference(other, traced)
     if difference is not None:
-        raise FzeroError(traced.name, f"has another program at sizes of {other}: {difference}", "each is traced")
-    return general
+        raise FzeroError(traced.name, f"has another program at sizes of {list(other)}: {difference}", "each is traced")
 
 
 def _list_others(own: Sequence[int]) -> Iterator[list[int]]:
