@@ -50,6 +50,10 @@ _LIBRARIES |= frozenset(
     """.split()
 )  # which transformers stands on, or which stand on it: half of what its Trainer reaches
 """Packages whose functions and classes hold nothing of the user's."""
+_PARTS = tuple(
+    f"transformers.{name}" for name in ("utils.", "tokenization_", "convert_slow_tokenizer", "generation.continuous_")
+)
+"""Beginnings of names of such modules in a package of which others, those of models, may hold tensors."""
 
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"}) | {"sympy"}
 """Modules of Python whose objects (loggers, locks, signatures, dataclass fields) hold nothing of the user's, and the
@@ -308,7 +312,8 @@ def _find_slots(cls: type) -> list[tuple[type, str, MemberDescriptorType]]:
 @functools.lru_cache(1 << 12)
 def is_of_library(module: str | None) -> bool:
     """Whether a module is of a package whose functions and classes hold nothing of the user's."""
-    return (module or "").partition(".")[0] in _LIBRARIES
+    name = module or ""
+    return name.partition(".")[0] in _LIBRARIES or name.startswith(_PARTS)
 
 
 def is_step(value: Any) -> bool:
