@@ -14,7 +14,7 @@ from fzero.base.torch_private import OpOverload, storage_key
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.operation import Node
 from fzero.program.records import find_writes
-from fzero.tracing.repeats import Repeats
+from fzero.tracing.repeats import Repeats, is_plain_result
 from fzero.values.regions import Mark, get_mark, set_mark
 
 Nodes = dict[Node, Node]
@@ -86,12 +86,13 @@ class TracePart:
         tensors = [x for x in operands if isinstance(x.meta["val"], Tensor)]
         value, values = node.meta["val"], [x.meta["val"] for x in tensors]
         results = [value] if isinstance(value, Tensor) else value
+        made = [x for x in results if isinstance(x, Tensor)]
         forms = None
-        if all(isinstance(x, Tensor) for x in results):
+        if all(isinstance(x, Tensor) or is_plain_result(x) for x in results):
             forms = self._repeats.find_forms(value, values)
         if forms is None:
             raise Uncopied(f"a result of {node} is more than its form")
-        own |= set(map(storage_key, results)) - set(map(storage_key, values))
+        own |= set(map(storage_key, made)) - set(map(storage_key, values))
         return _Copied(node, self.names[node], args, kwargs, forms, tensors)
 
     def _take_buffer(self, node: Node) -> _Copied:
@@ -143,7 +144,7 @@ class TracePart:
                     new[node] = made[name] = self._traced.emit_constant(buffers[args], meta)
                     continue
                 if forms is None:
-                    value = new[needed[0]].meta["val"][args[1]]
+                    value = None if node.meta.get("val") is None else new[needed[0]].meta["val"][args[1]]
                 else:
                     value = find(forms, [new[x].meta["val"] for x in needed])
                 meta["val"] = value

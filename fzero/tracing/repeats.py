@@ -63,6 +63,12 @@ class ResultForm(NamedTuple):
     is_operand: bool
 
 
+class ResultValue(NamedTuple):
+    """A value of Python among the results of a call: None, or a number that follows from the forms of its operands."""
+
+    value: int | None
+
+
 class Unknown(Exception):
     """An operand that is no traced tensor of a plain form, and no plain value."""
 
@@ -153,7 +159,10 @@ class Repeats:
         if isinstance(made, Tensor):
             return self._traced.track(made, node)
         for i, (item, value_of_item) in enumerate(zip(made, value)):
-            self._track(item, value_of_item, self._traced.emit_item(node, i, value_of_item))
+            is_plain = is_plain_result(item)
+            taken = self._traced.emit_item(node, i, None if is_plain else value_of_item)
+            if not is_plain:
+                self._track(item, value_of_item, taken)
 
     def learn(self, call: Call, last: Node | None, result: Any) -> None:
         """Note the forms of the results of a call that torch has recorded behind the node `last`. A call that was
@@ -225,6 +234,8 @@ class Repeats:
     def make_value(self, form: Any, operands: list[Any]) -> Any:
         """The value of a new node with such a form, or values of a list of forms, where its operands have these values.
         Call it in the block of `making`."""
+        if isinstance(form, ResultValue):
+            return form.value
         if not isinstance(form, ResultForm):
             return type(form)([self.make_value(x, operands) for x in form])
         operand = None if form.memory is None else operands[form.memory]
@@ -286,6 +297,8 @@ class Repeats:
         if isinstance(x, (list, tuple)):
             forms = [self._find_form(item, operands, memory, own) for item in x]
             return None if None in forms else type(x)(forms)
+        if is_plain_result(x):
+            return ResultValue(x)
         key = storage_key(x)
         place = memory.index(key) if key in memory else None
         same = [i for i, operand in enumerate(operands) if operand is x]
@@ -300,6 +313,8 @@ class Repeats:
 
     def _make(self, form: Any, operands: list[FakeTensor]) -> tuple[Any, Any]:
         """A tensor of a form, and the fake value of its node; lists of these of a list of forms."""
+        if isinstance(form, ResultValue):
+            return form.value, form.value
         if not isinstance(form, ResultForm):
             pairs = [self._make(item, operands) for item in form]
             return type(form)(made for made, _ in pairs), type(form)(value for _, value in pairs)
@@ -319,6 +334,11 @@ class Repeats:
         return self._plain[device]
 
 
+def is_plain_result(x: Any) -> bool:
+    """Whether a result is a value of Python, for which a trace has a node without a value."""
+    return x is None or type(x) is int
+
+
 def _is_recorded(result: Any, node: Node, following: Iterator[Node]) -> bool:
     """Whether a result is the value of a node, and its items, in order, those of the next nodes behind it."""
     if type(result) is FakeTensor:
@@ -326,6 +346,8 @@ def _is_recorded(result: Any, node: Node, following: Iterator[Node]) -> bool:
     if type(result) not in (list, tuple):
         return False
     for i, item in enumerate(result):
+        if is_plain_result(item):
+            continue
         taken = next(following, None)
         if taken is None or taken.target is not operator.getitem or taken.args != (node, i):
             return False

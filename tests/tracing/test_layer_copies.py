@@ -73,11 +73,12 @@ def count(program_of: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tup
 def both(
     monkeypatch: pytest.MonkeyPatch, do: Any = lambda self, x: F.gelu(x), run: Any = in_order,
     change: Any = lambda model: None, take: Any = fzero.value_and_grad, loss: Any = lambda x: x.square().mean(),
+    device: str = "cpu",
 ) -> int:  # fmt: skip
     """The program of a step with copies is that of a step without. Returns how many layers were copied."""
     torch.manual_seed(0)
-    params, apply = fzero.lower(Model(do, run, change))
-    given = fzero.partition(params, MESH), torch.zeros(3, WIDTH)
+    params, apply = fzero.lower(Model(do, run, change).to(device))
+    given = fzero.partition(params, MESH), torch.zeros(3, WIDTH, device=device)
 
     def step(params: Any, x: Tensor) -> Any:
         return take(lambda params: loss(apply(params, x)))(params)
@@ -93,6 +94,16 @@ def test_layers_are_copied_while_a_folder_of_programs_records_code(monkeypatch: 
     with record_code() as codes:
         assert both(monkeypatch) == LAYERS - 2
     assert codes is not None and Block.forward.__code__ in codes
+
+
+def test_a_kernel_that_returns_numbers_beside_tensors_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device attention is that of a GPU, which returns the lengths too, and None for what it leaves out."""
+
+    def attend(self: Any, x: Tensor) -> Tensor:
+        x = x[None, None]
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0]
+
+    assert both(monkeypatch, attend, device="meta") == LAYERS - 2
 
 
 def by_index(self: Any, x: Tensor) -> Tensor:
