@@ -66,7 +66,7 @@ class _Template:
     forward: TracePart
     results: LayerResults
     backward: _BackwardPart | None = None
-    is_confirmed = False
+    is_copied = is_confirmed = False
 
     def stands_for(self, at: int, layer: nn.Module) -> bool:
         """Whether a layer is like this one still, and would read what this one has read."""
@@ -220,6 +220,7 @@ class Layers:
         self._followed |= followed
 
     def _copy(self, run: _Layer, template: _Template) -> Any:
+        template.is_copied = True
         self._enter(run)
         operands, results = run.operands, template.results
         made: list[Any] = [None] * len(results.names)
@@ -290,11 +291,12 @@ class Layers:
         """Check, behind the step, what a layer cannot know while it runs.
 
         Raises:
-            Unlike: where the last layer did not run, where a value of a layer that ran is used outside of it, where a
-                value that autograd follows goes into a layer and elsewhere, where memory of a layer is written into
-                outside of it, and where code of the step has caught one.
+            Unlike: where the last layer did not run behind copies, where a value of a layer that ran is used outside of
+                it, where a value that autograd follows goes into a layer and elsewhere, where memory of a layer is
+                written into outside of it, and where code of the step has caught one.
         """
-        if self._is_unlike or not all(x.template is None or x.template.is_confirmed for x in self._runs):
+        templates = (x.template for x in self._runs if x.template is not None)
+        if self._is_unlike or any(x.is_copied and not x.is_confirmed for x in templates):
             raise Unlike
         for run in self._runs:
             own = set(run.nodes.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,9 +151,9 @@ def watch_attributes(layer: nn.Module, attributes: set[Attribute]) -> Iterator[C
 
 @functools.lru_cache(256)
 def _watch_class(cls: Any) -> Any:
-    """A class whose objects note what is read of them. None for a class of a metaclass, which may do something where
-    another one is made of it, and for one of objects of another layout."""
-    if type(cls) is not type:
+    """A class whose objects note what is read of them. None for a class of a user's metaclass, which may do something
+    where another one is made of it, and for one of objects of another layout."""
+    if type(cls) not in (type, ABCMeta):
         return None
 
     def read(self: Any, name: str) -> Any:
@@ -161,7 +162,7 @@ def _watch_class(cls: Any) -> Any:
             seen.add((id(self), name))
         return cls if name == "__class__" else cls.__getattribute__(self, name)  # type: ignore[call-arg]
 
-    made = type(cls.__name__, (nn.Module,), {"__getattribute__": read, "__module__": cls.__module__})
+    made = type(cls)(cls.__name__, (nn.Module,), {"__getattribute__": read, "__module__": cls.__module__})
     try:
         made.__bases__ = (cls,)  # afterwards: no `__init_subclass__` is told, as of no class that a user makes
     except TypeError:  # of a class with slots

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextvars
+from abc import ABC
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,24 @@ def test_a_kernel_that_returns_numbers_beside_tensors_is_copied(monkeypatch: pyt
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0]
 
     assert both(monkeypatch, attend, device="meta") == LAYERS - 2
+
+
+class AbstractBlock(Block, ABC):
+    """A class as peft's layers are, which have a metaclass of Python."""
+
+
+def become_abstract(model: Any) -> None:
+    for layer in model.layers:
+        layer.__class__ = AbstractBlock
+
+
+def test_layers_of_an_abstract_class_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert both(monkeypatch, change=become_abstract) == LAYERS - 2
+    assert both(monkeypatch, by_index, change=become_abstract) == 0
+
+
+def test_layers_behind_a_first_one_whose_input_has_no_gradient_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert both(monkeypatch, change=lambda model: model.embed.requires_grad_(False)) == LAYERS - 3
 
 
 def by_index(self: Any, x: Tensor) -> Tensor:
