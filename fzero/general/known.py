@@ -99,7 +99,7 @@ class Generals:
         def make() -> General:
             return open_general(trace, rewrite, finish, sizes, others, differ=True)
 
-        general = self._try(make, rewrite, (sizes.signature[1], "others"))
+        general = self._try(make, rewrite, (*sizes.list_closed(), sizes.signature[1], "others"))
         if general is not None:
             return general, general
 
@@ -107,7 +107,7 @@ class Generals:
             like = open_general(trace, rewrite, finish, sizes, others)
             return make_general(trace, rewrite, finish, sizes, differ=True), like
 
-        return self._try(make_both, rewrite, (sizes.signature[1], "same"))
+        return self._try(make_both, rewrite, (*sizes.list_closed(), sizes.signature[1], "same"))
 
     def forget_try(self, signature: Signature) -> None:
         """Do not count the last trace with open sizes: the step itself raises for these arguments."""
