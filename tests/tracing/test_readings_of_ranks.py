@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ ROWS = [24, 24, 31, 24]
 def documents(p: Any, b: Batch, h: Tensor) -> Tensor:
     """Rows of documents, one document after the other: each begins where the one before ends, the first at 0."""
     out, ends = torch.empty_like(h), b["ends"].tolist()
-    for start, end in zip(ends, ends[1:]):
+    for start, end in itertools.pairwise(ends):
         out[start:end] = h[start:end].cumsum(0)
     return out.square().mean()
 
