@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_readings import Batch, cut, make_batch, make_params, train, train_plainly
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import fzero
 from fzero import FzeroError
@@ -49,7 +50,21 @@ def chosen_rows_beside_a_length(p: Any, b: Batch, h: Tensor) -> Tensor:
     return h[b["y"] > 2].sum() / len(h)
 
 
-STEPS = [documents, groups, means_of_labels, chosen_rows_beside_those_of_all_ranks, chosen_rows_beside_a_length]
+def padded_documents(p: Any, b: Batch, h: Tensor) -> Tensor:
+    """Documents one beside the other, whichever is the longest."""
+    parts, n = torch.split(h, b["ends"].diff().tolist()), torch.arange(1.0, 8.0, dtype=h.dtype)
+    left = pad_sequence(parts, batch_first=True, padding_value=0.5, padding_side="left")
+    return (pad_sequence(parts).cumsum(0) * n).mean() + left.cumsum(1).square().mean()
+
+
+STEPS = [
+    documents,
+    padded_documents,
+    groups,
+    means_of_labels,
+    chosen_rows_beside_those_of_all_ranks,
+    chosen_rows_beside_a_length,
+]
 
 
 def make_parts(rows: int, seed: int) -> list[Batch]:
