@@ -11,6 +11,7 @@ from fzero.base.garbage import pause_garbage_collection
 from fzero.general.sizes import Sizes, find_changes
 from fzero.general.together import (
     CommonProgram,
+    Groups,
     find_common_places,
     find_failure,
     find_open_moves,
@@ -20,7 +21,7 @@ from fzero.pipeline import IN_A_FILE, Pipeline
 from fzero.prepared import BatchReader, PreparedCall
 from fzero.program.program import Program
 from fzero.program.readings import Found, list_tensors
-from fzero.tracing.signatures import SignedCall, sign_all
+from fzero.tracing.signatures import Signature, SignedCall, sign_all
 
 T = TypeVar("T")
 
@@ -29,26 +30,27 @@ class RankPipeline(Pipeline[T]):
     """The programs of a function on ranks. Where the batches of ranks have other sizes, `open_together` lets
     `find_together` find one schedule for all of them."""
 
-    _common: CommonProgram | None = None
+    _common: tuple[CommonProgram, ...] = ()
+    """The last one that was found first, the same ones on all ranks."""
     has_differed = False
     """Whether batches of ranks have had other sizes: each rank may know other general programs since."""
 
     def _forget(self) -> None:
         super()._forget()
-        self._common = None
+        self._common = ()
 
     @property
     def is_common(self) -> bool:
         """Whether ranks share a schedule."""
-        return self._common is not None
+        return bool(self._common)
 
     def find_together(self, rows: Sequence[list[Any]], treedef: tree.TreeDef) -> list[PreparedCall[T]]:
         """`find` for the leaves of each rank of this process. Where the batches of ranks have had other sizes, by one
         schedule for all ranks, which is a collective; and so is a step with a folder of programs."""
         readers = [self._read_call(leaves, treedef) for leaves in rows]
-        if self._common is not None:
+        for common in self._common:
             with disable_autocast(), pause_garbage_collection():
-                found = self._common.find([reader.call for reader in readers])
+                found = common.find([reader.call for reader in readers])
             if found is not None:
                 return [PreparedCall(finished, list_tensors(read), is_together=True) for finished, read in found]
         if self._stored is not None:
@@ -63,21 +65,32 @@ class RankPipeline(Pipeline[T]):
         A collective. Where there is none, the reason, on all ranks."""
         readers = [self._read_call(leaves, treedef) for leaves in rows]
         signatures = [sign_all(reader.signature, self._expect(reader)) for reader in readers]
-        known, self._common, self.has_differed = self._common, None, True
-        before = [known.general.sizes.signature] if known else []
-        like = [x for x in (*before, *(x.signature for x in self._cache)) if find_changes(x, signatures[0])]
+        self.has_differed = True
+        known = [*(x.general.sizes.signature for x in self._common), *(x.signature for x in self._cache)]
+        like = [x for x in known if find_changes(x, signatures[0])]
         groups = find_common_places(self.on, [*signatures, *like])
+        why = self._open_groups(readers, signatures[0], groups)
+        if why is None:
+            return None
+        apart = find_common_places(self.on, signatures)  # too much may be open: the sizes of this call alone
+        is_open = apart != groups and self._open_groups(readers, signatures[0], apart) is None
+        return None if is_open else why
+
+    def _open_groups(self, readers: Sequence[BatchReader], signature: Signature, groups: Groups | str) -> str | None:
+        """`open_together` of the sizes at some places."""
         if isinstance(groups, str):
             return groups
-        sizes, others = open_sizes(signatures[0], groups), list(zip(*(sizes for sizes, _ in groups)))
+        sizes, others = open_sizes(signature, groups), list(zip(*(sizes for sizes, _ in groups)))
         found = self._open(readers[0], sizes, others)
         why = find_failure(self.on, found if isinstance(found, str) else None)
         if why is None:
             assert isinstance(found, CommonProgram)
             with disable_autocast(), pause_garbage_collection():
                 is_fitting = found.find([reader.call for reader in readers]) is not None
-            why = None if is_fitting else find_failure(self.on, found.why)
-            self._common = found if is_fitting else None
+            if is_fitting:
+                self._common = (found, *self._common)[: self.limit]
+            else:
+                why = find_failure(self.on, found.why)
         return why
 
     def _open(self, reader: BatchReader, sizes: Sizes, others: Sequence[Sequence[int]]) -> CommonProgram | str:

@@ -98,7 +98,7 @@ class Generals:
         def make() -> tuple[General, General]:
             return open_common(trace, rewrite, finish, sizes, others)
 
-        return self._try(make, rewrite, (sizes.signature[1], "others"))
+        return self._try(make, rewrite, (*sizes.list_closed(), sizes.signature[1], "others"))
 
     def forget_try(self, signature: Signature) -> None:
         """Do not count the last trace with open sizes: the step itself raises for these arguments."""

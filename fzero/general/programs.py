@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from fzero.tracing.watches import Watch
 MORE, FEWER = 16, 4
 """One schedule serves programs of up to so many times more elements, and of so many times fewer. Collectives start too
 late for the compute of much smaller ones: an eighth of the elements takes 5 % more time by the rates, a fourth 1 %."""
+DRAWS = 1000
+"""How many sizes are tried, where no simple ones fulfil the conditions of a trace."""
 FEWER_IN_PLAN = 2
 """The same of what a budget chose: much smaller programs would keep more."""
 BY_SIZES = "relieve"
@@ -283,10 +286,11 @@ def _confirm(general: General, others: Sequence[Sequence[int]], trace_at: Callab
     assert general.schedule is not None
     own = tuple(general.schedule.symbols.examples)
     general.fill(own)  # which may ask for more conditions
+    conditions = general.conditions()
     tried = [tuple(x) for x in (*others, *_list_others(own)) if tuple(x) != own and min(x) >= LEAST]
-    other = next((x for x in tried if general.conditions().find_broken(x) is None), None)
+    other = next((x for x in tried if conditions.find_broken(x) is None), None) or _draw_other(own, conditions)
     if other is None:
-        broken = general.conditions().find_broken(tried[0])
+        broken = conditions.find_broken(tried[0])
         raise FzeroError(
             "the step", f"has conditions that no size near {list(own)} fulfils: {broken}", "each is traced"
         )
@@ -303,6 +307,19 @@ def _list_others(own: Sequence[int]) -> Iterator[list[int]]:
         yield [size - step for size in own]
     for factor in (2, 3):
         yield [size * factor for size in own]
+
+
+def _draw_other(own: Sequence[int], conditions: Conditions) -> tuple[int, ...] | None:
+    """Sizes that fulfil conditions, the same on all ranks: of those that are drawn, the ones that differ in most from
+    these. Some grow and others shrink, as sizes of parts do whose sum is given. None where none are found."""
+    draws, found, most = random.Random(0), None, 0
+    for number in range(DRAWS):
+        width = 1 + number % 6
+        other = tuple(size + draws.choice((0, *range(-width, width + 1))) for size in own)
+        changed = sum(map(operator.ne, own, other))
+        if changed > most and conditions.find_broken(other) is None:
+            found, most = other, changed
+    return found
 
 
 def _open_forms(sizes: Sizes, values: Sequence[Any]) -> dict[int, OpenForm]:

@@ -82,6 +82,12 @@ class Sizes(NamedTuple):
         """Whether all of these places are open."""
         return {place for own in self.places for place in own}.issuperset(places)
 
+    def list_closed(self) -> list[tuple[Place, int]]:
+        """The places of batches that are not open, with their sizes."""
+        batches = ((i, x[0]) for i, x in enumerate(self.signature[2]) if is_batch(x))
+        each = (((i, dim), size) for i, shape in batches for dim, size in enumerate(shape))
+        return [(place, size) for place, size in each if not self.has([place])]
+
     def count(self, sizes: Sequence[int]) -> int:
         """The product of those that are no strides and no numbers: it grows with the elements of batches."""
 

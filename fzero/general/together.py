@@ -53,6 +53,7 @@ class CommonProgram:
     def find(self, calls: Sequence[SignedCall]) -> list[tuple[Any, Found]] | None:
         """What is finished for the calls of the ranks of this process, and what readings find; None on all ranks where
         the program does not fit the call of one. A collective of one number for each open size."""
+        self.why = None
         known = [self._find_sizes(call) for call in calls]
         largest = self._find_largest([sizes for sizes, _ in known])
         if largest is None:
@@ -69,12 +70,13 @@ class CommonProgram:
         whole = None if found is None else sign_all(call.signature, found)
         sizes = "it differs in more than sizes" if whole is None else self.general.sizes.find(whole, least=0)
         if isinstance(sizes, str):
-            self.why = sizes
+            why: str | None = sizes
         else:
             assert found is not None
-            self.why = self._find_difference(call, found, sizes)
-            if self.why is None:
+            why = self._find_difference(call, found, sizes)
+            if why is None:
                 return sizes, found
+        self.why = self.why or why  # of the first rank of this process that it does not fit
         return [MISFIT] * len(self.general.sizes.places), []
 
     def _find_difference(self, call: SignedCall, found: Found, sizes: list[int]) -> str | None:
@@ -138,7 +140,7 @@ def group_places(tables: Sequence[Table], signature: Signature) -> Groups | str:
         ((count, *strides),) = own
         for dim in (*range(count), *(count + x for x in strides)):
             sizes = tuple((*shape, *stride)[dim] for shape, stride in column)
-            if len(set(sizes)) > 1 or (i, dim) in read:
+            if len(set(sizes)) > 1 or ((i, dim) in read and sizes[0] >= LEAST):
                 key = ((i, dim),) if is_number(signature, (i, dim)) else sizes
                 groups.setdefault(key, (sizes, []))[1].append((i, dim))
     return list(groups.values()) if len(set(map(repr, tables))) > 1 else ALIKE

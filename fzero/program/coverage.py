@@ -73,7 +73,7 @@ class Unset:
         if view.numel() == view.untyped_storage().nbytes() // view.element_size() and 0 not in view.stride():
             return tuple(_Span(0, size) for _, size in self._dims)  # in other dimensions, and all of it
         for stride, size in self._dims:
-            start, offset = divmod(offset, stride)
+            start, offset = offset // stride, offset % stride  # divmod takes no open sizes
             along = [dim for dim in left if dim.stride == stride]
             left = [dim for dim in left if dim.stride != stride]
             box.append(_Span(start, start + (along[-1].size if along else 1)))

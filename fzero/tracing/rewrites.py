@@ -5,7 +5,8 @@ Each takes the function that it stands for, and its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -257,6 +258,29 @@ def _dropout(
     return x * _aten.div_.Scalar(torch.bernoulli(new.expand(x.shape), 1 - p), 1 - p)
 
 
+def _pad_sequence(
+    func: Callable[..., Any],
+    sequences: Sequence[Tensor],
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:
+    """`torch.nn.utils.rnn.pad_sequence`. torch asks for the numbers of open lengths to find the longest one."""
+    rows: list[Tensor] = [_gather(x) for x in sequences]
+    lengths: list[Any] = [x.shape[0] for x in rows]
+    if not any(map(is_open, lengths)):
+        return func(rows, batch_first, padding_value, padding_side)
+    longest, first = reduce(torch.sym_max, lengths), rows[0]
+    sizes = (len(rows), longest) if batch_first else (longest, len(rows))
+    how = {"dtype": first.dtype, "layout": first.layout, "device": first.device}
+    padded = _aten.full((*sizes, *first.shape[1:]), padding_value, **how)
+    for i, (x, length) in enumerate(zip(rows, lengths)):  # in torch's order, so that nodes are those of other traces
+        start = longest - length if padding_side == "left" else 0
+        place = padded[i].narrow(0, start, length) if batch_first else padded.narrow(0, start, length).select(1, i)
+        place.copy_(x)
+    return padded
+
+
 def _gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, Sharded) else x
 
@@ -275,6 +299,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "linalg_lstsq": _lstsq,
     "linear": _linear,
     "masked_select": _masked_select,
+    "pad_sequence": _pad_sequence,
     "requires_grad_": keep_requires_grad,
     "tensor": _tensor,
     "as_tensor": _tensor,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
+from fzero.base import tree
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from fzero.base.user_line import user_line_of_error
+from fzero.program.linear import UNPARTITION_FIRST
+from fzero.values.sharded import Sharded
 
 _CHOICES = "choose with torch.where(condition, a, b), or return the tensor and look at it outside the step"
 MASKS = (
@@ -61,7 +65,7 @@ _KNOWN = {
     "storage of TensorWrapper": _COPIES,
     "deepcopy protocol": _COPIES,
     "__deepcopy__() for wrapper": _COPIES,
-    "_nested_tensor_from": (
+    "nested_tensor_from": (
         "the step makes a nested tensor, and programs have dense ones",
         "give rows of one length, and a mask",
     ),
@@ -89,6 +93,8 @@ _KNOWN = {
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 """The module of torch whose functions are collectives."""
+_MAPS = "torch._functorch.vmap"
+"""The module of torch that maps a function."""
 
 
 def refuse_collective(where: str) -> FzeroError:
@@ -98,6 +104,13 @@ def refuse_collective(where: str) -> FzeroError:
         "calls a collective of torch.distributed, which would run once, while the step is traced",
         "call fzero.psum, or another collective of fzero, with the axis of the mesh, or call it outside of the step",
     )
+
+
+def _maps_leaves(place: tuple[FrameType, int]) -> bool:
+    """Whether vmap is about to map its arguments at a place, and one of them is a leaf."""
+    frame, _ = place
+    is_vmap = frame.f_globals.get("__name__") == _MAPS
+    return is_vmap and any(isinstance(x, Sharded) for x in tree.leaves(frame.f_locals.get("args")))
 
 
 class NameErrors:
@@ -116,6 +129,9 @@ class NameErrors:
         if error is None or isinstance(error, FzeroError):
             return
         where = user_line_of_error(tb) or getattr(self.fn, "__name__", "step")
+        if isinstance(error, ValueError) and any(map(_maps_leaves, walk_tb(tb))):
+            problem = "vmap maps over a leaf, and knows no dimensions of a Sharded"
+            raise FzeroError(where, problem, UNPARTITION_FIRST) from error
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             problem = "Python needs a value, or a shape, that is only known when the step runs"
             way_out = MASKS if isinstance(error, DynamicOutputShapeException) else _CHOICES

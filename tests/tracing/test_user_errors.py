@@ -87,6 +87,7 @@ ELEMENTS: dict[str, Change] = {
     "shared memory": lambda x: (x * 2).share_memory_(),
     "a function of Python": lambda x: (x * 2).map_(x, lambda a, b: a + b),
     "a nested tensor": lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+    "a jagged tensor": lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, len(x)])),
 }
 
 
@@ -112,6 +113,28 @@ def test_what_needs_elements_is_refused_by_its_line_or_runs(name: str, in_loss: 
         assert error.where.startswith(f"{__file__}:") and error.way_out
     else:
         torch.testing.assert_close(fzero.unpartition(found), step(w, x))
+
+
+MAPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "two leaves": lambda p, x: torch.func.vmap(lambda p, x: x @ p["w"] + p["b"], (0, None))(p, x),
+    "a leaf and a batch": lambda p, x: torch.func.vmap(lambda w, row: row @ w)(p["w"], x[:3]),
+    "another dimension": lambda p, x: torch.func.vmap(lambda w: x[:, :3] @ w, in_dims=2)(p["w"]),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_map_over_leaves_is_refused_and_its_way_out_is_what_plain_torch_computes(name: str) -> None:
+    p, x = {"w": torch.randn(3, 5, 4), "b": torch.randn(3, 4)}, torch.randn(6, 5)
+    x = torch.cat([x, x])
+
+    def step(p: Any, x: Tensor, take: Callable[[Any], Any] = lambda p: p) -> Any:
+        return fzero.grad(lambda p: MAPS[name](take(p), x).square().mean())(p)
+
+    params = fzero.partition(p, MESH)
+    with pytest.raises(FzeroError, match=rf"{__file__}:\d+.*vmap maps over a leaf.*fzero.unpartition"):
+        fzero.simulate(step, MESH, donate=False)(params, x)
+    found = fzero.simulate(lambda p, x: step(p, x, fzero.unpartition), MESH)(params, x)
+    torch.testing.assert_close(fzero.unpartition(found), step(p, x[:6]))
 
 
 MASKS: dict[str, tuple[Change, Change]] = {
