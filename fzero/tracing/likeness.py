@@ -160,7 +160,7 @@ def _watch_class(cls: Any) -> Any:
         seen = _reads.get()
         if seen is not None and not (name == "__dict__" and _is_read_by_torch()):
             seen.add((id(self), name))
-        return cls if name == "__class__" else cls.__getattribute__(self, name)  # type: ignore[call-arg]
+        return cls if name == "__class__" else cls.__getattribute__(self, name)
 
     made = type(cls)(cls.__name__, (nn.Module,), {"__getattribute__": read, "__module__": cls.__module__})
     try:
