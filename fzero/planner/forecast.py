@@ -138,8 +138,9 @@ def _make_gradients(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: lis
             problem = f'is given, and {mesh} has no "tp"'
             raise FzeroError("--sequence-parallel", problem, 'give "tp", whose ranks have parts of rows between layers')
         axes["sp"] = tuple(axis for axis in ("sp", "tp") if axes[axis] is not None)
-    parts = {} if axes["pp"] is None else {"num_microbatches": recipe.microbatches}
-    params, apply = parallel(make_model(config, recipe.remat), mesh, **axes, **parts)
+    if axes["pp"] is not None:
+        axes["num_microbatches"] = recipe.microbatches
+    params, apply = parallel(make_model(config, recipe.remat), mesh, **axes)
 
     @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
     def loss_of(params: Any, batch: Tensor) -> Tensor:
@@ -149,5 +150,5 @@ def _make_gradients(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: lis
     def sum_of(params: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
         return loss_of(params, batch) * batch.numel(), (batch >= 0).sum()
 
-    is_whole = recipe.microbatches == 1 or bool(parts)
+    is_whole = recipe.microbatches == 1 or axes["pp"] is not None
     return params, value_and_grad(loss_of) if is_whole else accumulate(sum_of, recipe.microbatches)
