@@ -97,6 +97,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         plan = found[run.name]
         planned = f"{run.mesh}, {run.batch} x {run.length}"
         planned += f" in {run.microbatches}" if run.microbatches > 1 else ""
+        planned += f", {run.layers} layers" if run.layers else ""
         planned += f", stage {run.stage}" if run.stage else ""
         planned += f", remat {run.remat}" if run.remat else ""
         planned += ", sequence-parallel" if run.sequence_parallel else ""

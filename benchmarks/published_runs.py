@@ -3,9 +3,15 @@
 Sources, read on 2026-11-26:
 
 * torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, at the commit 9dec370 that it names. Its
-  memory is what the allocator has reserved (train.py).
+  memory is what the allocator has reserved (train.py). With stages it keeps gathered weights between forward and
+  backward pass (torchtitan/parallelisms/parallelize_llama.py). Microbatches are not published: as many as ranks along
+  the pipeline are assumed, which is that commit's default (pipelining_utils.py).
 * llama-3: 405B in bfloat16, arXiv 2407.21783, table 4: TFLOPS of a GPU. Tokens a second are those of
-  6 N + 6 x layers x width x length flops a token.
+  6 N + 6 x layers x width x length flops a token. Section 3.3.2: gathered weights are kept, and no value is computed
+  again at 8,192 tokens. Microbatches are not published: one row each is assumed, which is as many as there can be.
+* Stages of the 405B: 126 layers, the embedding and the head are 16 on each of 8 ranks, or 8 on each of 16 (section
+  3.3.2; pipelining_utils.py gives the first and the last rank a layer less). fzero cuts the embedding and the head over
+  all stages, and its stages have equal numbers of layers: the plan has 128.
 * torchtitan on H200: the same repository, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md.
 * nanotron: huggingface.co/nanotron/old_bench, log_metrics.csv of each run, with the model and options of
   huggingface/bench_cluster at 95c1ce1. Its memory is what tensors take (max_memory_allocated).
@@ -41,8 +47,14 @@ class Run(NamedTuple):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether ranks along "tp" have parts of rows between layers, as in all of these runs."""
-        return "tp=" in self.mesh
+        """Whether ranks along "tp" have parts of rows between layers, as in all of these runs; beside stages a plan has
+        none."""
+        return "tp=" in self.mesh and "pp=" not in self.mesh
+
+    @property
+    def layers(self) -> int | None:
+        """The layers of the plan, where the run had others."""
+        return MODELS[self.model]["num_hidden_layers"] if self.model == "405b-stages" else None
 
 
 def _llama(width: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -54,7 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "8b": _llama(4096, 14336, 32, 32, 8, 128256),
     "70b": _llama(8192, 28672, 80, 64, 8, 128256),
     "405b": _llama(16384, 53248, 126, 128, 8, 128256),
-    "1b": _llama(2048, 4096, 24, 32, 32, 50264, tie_word_embeddings=True),  # 50,257 words, padded for eight ranks
+    "405b-stages": _llama(16384, 53248, 128, 128, 8, 128256),
+    "1b": _llama(2048, 4096, 24, 32, 32, 50272, tie_word_embeddings=True),  # 50,257 words, padded for sixteen ranks
     "7.5b": {"model_type": "gpt2", "n_embd": 4096, "n_layer": 36, "n_head": 32, "vocab_size": 50257},
 }
 
@@ -76,16 +89,25 @@ def _large(
     return run._replace(remat="layers", flash_2=True, reasons=reasons)
 
 
+def _staged(name: str, what: str, batch: int, length: int, memory: float, rate: float) -> Run:
+    """A run with 8 stages and 8 ranks that share layers, on 512 ranks."""
+    reasons = ("a", "b", "c", "f")
+    run = _large(name, what, "405b-stages", "fsdp=8,pp=8,tp=8", batch, length, memory, rate, *reasons)
+    return run._replace(microbatches=8, stage=2)
+
+
 def _llama_3(name: str, what: str, mesh: str, batch: int, flops: float, length: int = 8192) -> Run:
     run = Run(f"llama-3-{name}", f"Llama-3 405B, {what}", "405b", mesh, batch, length)
     rate = flops / (6 * 405.9e9 + 6 * 126 * 16384 * length)
-    return run._replace(rate=rate, hardware="h100-sxm", remat="layers", reasons=("f",))
+    run = run._replace(rate=rate, hardware="h100-sxm")
+    if "pp=" not in mesh:
+        return run._replace(remat="layers", reasons=("i",))
+    return run._replace(model="405b-stages", microbatches=batch, stage=2, reasons=("f",))
 
 
 def _long(model: str, mesh: str, data: int, parts: int, length: int, memory: float, rate: float, *reasons: str) -> Run:
     what = f"{model.upper()}, {length:,} tokens in {parts}, compiled, float8"
-    run = _large(f"{model}-cp{parts}", what, model, mesh.format(data, parts), 1, length, memory, rate, *reasons)
-    return run._replace(mesh=run.mesh.replace(",sp=1", ""))
+    return _large(f"{model}-cp{parts}", what, model, mesh.format(data, parts), 1, length, memory, rate, *reasons)
 
 
 def _h200(ranks: int, memory: float, rate: float) -> Run:
@@ -106,7 +128,6 @@ def _zero(stage: int, mesh: str, gigabytes: float, *reasons: str) -> Run:
 # groups of ranks, ranks that share a row, its tokens, GiB, tokens a second
 _LENGTHS_8B = [(4, 2, 65536, 84.2, 2540), (2, 4, 131072, 84.0, 1071), (1, 8, 262144, 84.5, 548)]
 _LENGTHS_405B = [
-    (64, 1, 32768, 75.3, 76),
     (32, 2, 65536, 75.9, 47),
     (16, 4, 131072, 77.1, 31),
     (8, 8, 262144, 84.9, 16),
@@ -125,17 +146,18 @@ RUNS = [
     *(_long("8b", "fsdp={},sp={}", *each, "a", "b", "c", "h") for each in _LENGTHS_8B),
     _h200(32, 47.96, 10938),
     _h200(64, 46.97, 10753),
-    _large("405b", "405B, 512 ranks, PP 8, 1F1B", "405b", "fsdp=64,tp=8", 4, 8192, 82.5, 100, "a", "b", "c", "f"),
-    _large("405b-turns", "405B, the same interleaved", "405b", "fsdp=64,tp=8", 4, 8192, 72.7, 128, "a", "b", "c", "f"),
-    *(_long("405b", "fsdp={},sp={},tp=8", *each, "a", "b", "c", "f") for each in _LENGTHS_405B),
-    _llama_3("8192", "8,192 ranks, TP 8 PP 16", "fsdp=1024,tp=8", 2, 430e12),
-    _llama_3("16384", "16,384 ranks, TP 8 PP 16", "fsdp=2048,tp=8", 1, 400e12),
+    _staged("405b", "405B, 512 ranks, PP 8, 1F1B", 32, 8192, 82.5, 100),
+    _staged("405b-turns", "405B, the same interleaved", 32, 8192, 72.7, 128),
+    _staged("405b-cp1", "405B, 32,768 tokens in 1, compiled, float8", 8, 32768, 75.3, 76),
+    *(_long("405b", "fsdp={},sp={},tp=8", *each, "a", "b", "c", "i") for each in _LENGTHS_405B),
+    _llama_3("8192", "8,192 ranks, TP 8 PP 16", "fsdp=64,pp=16,tp=8", 32, 430e12),
+    _llama_3("16384", "16,384 ranks, TP 8 PP 16", "fsdp=128,pp=16,tp=8", 16, 400e12),
     _llama_3("cp16", "16,384 ranks, CP 16 TP 8 PP 16", "fsdp=128,sp=16,tp=8", 1, 380e12, 131072),
     _nanotron("dp4 tp2, 8 rows", "fsdp=4,tp=2", 8, 32, 43650.72, 33200),
     _nanotron("dp2 tp4, 8 rows", "fsdp=2,tp=4", 8, 64, 25808.34, 27700),
     _nanotron("dp1 tp8, 8 rows", "fsdp=1,tp=8", 8, 128, 16891.31, 20100),
     _nanotron("dp4 tp4, 16 rows", "fsdp=4,tp=4", 16, 16, 47549, 25400),
-    _nanotron("tp4 pp4, 4 rows", "fsdp=4,tp=4", 4, 64, 13109, 14700)._replace(reasons=("e", "f")),
+    _nanotron("tp4 pp4, 4 rows", "fsdp=1,pp=4,tp=4", 4, 256, 13109, 14700)._replace(reasons=("e", "f")),
     _zero(0, "replica=64,fsdp=1", 120.0),
     _zero(1, "fsdp=64", 31.4),
     _zero(2, "fsdp=64", 16.6, "g"),
@@ -156,11 +178,20 @@ REASONS: dict[str, str] = {
     "d": "At 70B a plan has 20.0 GiB of inputs of layers, 11.7 of logits of a rank's places, in float32 and once in "
     "bfloat16, and 3.1 of state, of 36.1 GiB. What else the allocator of the run had reserved is not known.",
     "e": "nanotron publishes a peak, and does not say of what. Its attention and norms are fused. The plans are 2.6 to "
-    "8.9 GiB below it, which was not looked into.",
-    "f": "a pipeline: the run had 8 stages (torchtitan), 16 (Meta) or 4 (nanotron), and the plan cuts weights over all "
-    "ranks in their place, each of which is gathered where it is used. With 16,384 ranks and a row for eight of "
-    "them 8.0 of 13.9 s wait for the wire between hosts. A stage holds its weights and gradients whole, and inputs of "
-    "several microbatches.",
+    "8.9 GiB below it where no stages are, which was not looked into.",
+    "f": "a pipeline. The plan has the mesh, the rows and the kept weights of the run, and microbatches that are "
+    "assumed: 8 (torchtitan), one row each (Meta); those of nanotron are published. fzero's stages differ "
+    "from the run's. Each is computed again, and with remat layers each layer once more; Meta computed "
+    "nothing again. There are no interleaved rounds in fzero.hf.parallel: with 8 microbatches 7 of 15 ticks "
+    "are a bubble, with 32 on 16 ranks 15 of 47. Ranks that share layers have whole rows between them, "
+    "because stages have no sequence-parallel: of 38.3 s of Meta's run on 8,192 ranks 15.4 are matrix "
+    "products, 11.3 other operations, eager, and 11.6 waiting, for sums that travel in float32. Rows of all "
+    "microbatches stand on each rank before and behind the layers, several times in float32: with nanotron's "
+    "1,024 rows these and the logits are 171.0 GiB.",
+    "i": "a pipeline beside parts of a sequence, which fzero.hf.parallel refuses. The run had 8 stages "
+    "(torchtitan) or 16 (Meta), and the plan cuts weights over all ranks in their place, each of which is "
+    "gathered where it is used. A stage holds its weights and gradients whole, and inputs of several "
+    "microbatches.",
     "h": "parts of a sequence. The run rotates keys and values from rank to rank, and a plan exchanges heads. A plan "
     "counts the pairs below the diagonal, of all ranks alike, and at 131,072 and 262,144 tokens it is 1.6 and 1.75 "
     "times as fast as the run: the figures are not reconciled. Its state is cut over the groups alone: "
@@ -171,8 +202,7 @@ REASONS: dict[str, str] = {
 }
 
 LACKS = [
-    'Stages: no published run has a pipeline without "tp" beside it, which a plan refuses. Runs with stages are '
-    "planned with as many rows, and state cut over these ranks (f).",
+    "Interleaved stages: torchtitan's are planned as its 1F1B. Stages beside parts of a sequence: planned without (i).",
     "ALST: its longest lengths have no bytes or seconds, the optimizer is on the host, and ranks share rows.",
     "torchtitan's asynchronous TP of 2025-06: the figures are a picture.",
 ]

@@ -29,7 +29,7 @@ SLOW = frozenset(
     """
     test_operations_of_other_strides_than_traced_are_known
     test_the_kit_finds_no_broken_law_and_the_bytes_of_the_formula
-    test_a_plan_holds_at_all_lengths test_stages_have_the_loss_and_gradients_of_one_device
+    test_a_plan_holds_at_all_lengths test_stages_beside_parts_of_layers_are_the_step_of_a_user
     test_the_cheapest_changes_that_fit_are_planned
     test_a_compiled_step_is_the_interpreted_one_up_to_rounding test_a_compiled_optimizer_is_the_plain_one
     test_each_pass_preserves_meaning test_ranks_agree_on_what_is_uniform_in_a_step_that_is_accepted

@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import masking_utils, modeling_outputs
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -37,6 +37,7 @@ from transformers.utils import ModelOutput
 from fzero import all_gather, axis_index, axis_size, parallel, psum
 from fzero.base.errors import FzeroError
 from fzero.hf.caches import find_caches, find_parts
+from fzero.hf.losses import IGNORED, is_of_next_tokens, replace_loss, shift_labels
 from fzero.hf.rotation import read_sight, rotate
 from fzero.hf.sequence_models import LAYER_TYPES, MODEL_TYPES
 from fzero.hf.styles import Axis, list_names, set_attributes, take_block
@@ -57,7 +58,6 @@ OF_PLACES = (
     *(modeling_outputs.TokenClassifierOutput, modeling_outputs.QuestionAnsweringModelOutput),
 )
 """The outputs of transformers that have values for each place."""
-IGNORED = -100
 Way = Literal["heads", "keys", "rotated"]
 """How attention sees places of other ranks."""
 
@@ -160,28 +160,13 @@ def cut_sequence(model: Any, parts: Parts) -> Callable[..., Any]:
         with ExitStack() as stack:
             for config in configs.values():
                 stack.enter_context(set_attributes(config, _attn_implementation_internal=NAME))
-            stack.enter_context(_replace_loss(model))
+            stack.enter_context(replace_loss(model, _compute_loss))
             token = _sequence.set(sequence)
             stack.callback(_sequence.reset, token)
             output = forward(**inputs)
         return _join(model, sequence, output)
 
     return run
-
-
-class _replace_loss:
-    """A context in which the loss of a model is that of parts."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._before = model, vars(model).get("_loss_function")
-
-    def __enter__(self) -> None:
-        self._model._loss_function = _compute_loss
-
-    def __exit__(self, *_: Any) -> None:
-        del self._model._loss_function
-        if self._before is not None:
-            self._model._loss_function = self._before
 
 
 def _cut(model: Any, parts: Parts, inner: str, inputs: dict[str, Any]) -> tuple[Sequence, dict[str, Any]]:
@@ -212,12 +197,12 @@ def _cut(model: Any, parts: Parts, inner: str, inputs: dict[str, Any]) -> tuple[
     is_packed = places is not None and mask is None and not has_cache  # as transformers decides it
     labels, items = inputs.get("shift_labels"), inputs.get("num_items_in_batch")
     if labels is None and "labels" in inputs:
-        labels = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[..., 1:]
+        labels = shift_labels(inputs["labels"])
     if labels is not None and items is None:
         items = (labels != IGNORED).sum()
     if "labels" not in inputs and labels is not None:
         raise FzeroError(f"{name}: shift_labels", "is given without labels", "give both")
-    if labels is not None and getattr(model, "loss_function", None) is not ForCausalLMLoss:
+    if labels is not None and not is_of_next_tokens(model):
         problem = "is no mean over labels of next tokens, and its parts on ranks have no known sum"
         raise FzeroError(f"{name}: its loss", problem, "leave labels out, and compute the loss of the logits")
     places = torch.arange(length, device=tokens.device).unsqueeze(0) if places is None else places

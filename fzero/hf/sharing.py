@@ -16,12 +16,13 @@ from fzero.base.mesh import VirtualMesh, mesh_shape
 from fzero.hf.adapter_plans import check_adapters, find_model
 from fzero.hf.caches import find_caches, find_parts
 from fzero.hf.head_counts import check_counts
+from fzero.hf.losses import share_loss
 from fzero.hf.places import find_blocks, keep_places
 from fzero.hf.rotation import check_rotation
 from fzero.hf.sequence import Parts, check_sequence, choose_way, cut_sequence
 from fzero.hf.styles import Axis, Cut, Style, find_style, list_names, send_tokens
 from fzero.hf.tensor_plans import Rule, generalize, list_rules
-from fzero.hf.vocabulary import spread_vocabulary
+from fzero.hf.vocabulary import find_axis_of_logits, spread_vocabulary
 from fzero.hf.wishes import Wish
 
 
@@ -157,6 +158,8 @@ def share_forwards(model: nn.Module, sharing: Sharing) -> Iterator[None]:
         if sharing.sequence is not None:
             base = find_model(model)
             replace(base, cut_sequence(base, sharing.sequence))
+        if sharing.stages is not None:
+            replace(model, share_loss(model, find_axis_of_logits(model, rules, sharing.stages)))
         alike = {} if sharing.stages is None else {sharing.stages: False}
         around = None if sharing.sequence is None else sharing.sequence.around
         replace(model, _name_shapes(model, _list_sending(rules) | alike, {} if around is None else {around: False}))

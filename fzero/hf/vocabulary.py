@@ -39,6 +39,13 @@ def spread_vocabulary(model: Any, rules: Mapping[str, Rule], stages: Axis, mesh:
     return made
 
 
+def find_axis_of_logits(model: Any, rules: Mapping[str, Rule], stages: Axis) -> Axis:
+    """The axis whose ranks have parts of the head; that of stages, where each rank has all of it."""
+    head = _find(model, "get_output_embeddings")
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    return rules[name].axis if name in rules and rules[name].name == HEAD else stages
+
+
 def _find(model: Any, method: str) -> Any:
     try:
         return getattr(model, method)()

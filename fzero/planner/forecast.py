@@ -19,7 +19,6 @@ from fzero.base.placement import host
 from fzero.hf.parallelize import parallel
 from fzero.optim.base import apply_updates
 from fzero.optim.presets import adamw
-from fzero.planner.pipelined import AXIS, make_stages
 from fzero.planner.summary import SHARED, Traced, count_groups
 from fzero.program.rates import Rates
 from fzero.simulation import simulate
@@ -108,18 +107,15 @@ def _name_problems(config: Path) -> Iterator[None]:
 
 
 def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) -> Traced:
-    """The program of a step. Along the axes `SHARED` of the mesh ranks share examples: "tp", "ep" and "sp" are those of
-    `fzero.hf.parallel`, and along "pp" ranks have stages of the model, through which its microbatches go.
+    """The program of a step. Along the axes `SHARED` of the mesh ranks share examples: these are the axes of
+    `fzero.hf.parallel`. Along "pp" microbatches go through stages of the model, else one comes after the other.
 
     Raises:
         FzeroError: for a configuration that is none, for sizes that the mesh does not divide, for a budget that no plan
-            fits, for "pp" beside another of these axes, as `make_stages`, `fzero.hf.parallel` and `fzero.simulate`.
+            fits, as `fzero.hf.parallel` and `fzero.simulate`.
     """
     optimizer, shared = adamw(1e-4), [axis for axis in mesh.names if axis in SHARED]
-    if AXIS in shared:
-        params, differentiate = _make_pipeline(config, mesh, recipe, shared)
-    else:
-        params, differentiate = _make_whole(config, mesh, recipe, shared)
+    params, differentiate = _make_gradients(config, mesh, recipe, shared)
 
     def train_step(params: Any, state: Any, batch: Tensor) -> Any:
         loss, grads = differentiate(params, batch)
@@ -134,14 +130,16 @@ def trace_step(config: Path, mesh: VirtualMesh, recipe: Recipe, rates: Rates) ->
     return Traced(program, sum(leaf.numel() for leaf in tree.leaves(params)), batch.numel())
 
 
-def _make_whole(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
-    """Parameters, and a function of them and a batch: the loss and its gradients, of one microbatch after another."""
-    axes: dict[str, Any] = {axis: axis if axis in shared else None for axis in ("tp", "ep", "sp")}
+def _make_gradients(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
+    """Parameters, and a function of them and a batch: the loss and its gradients."""
+    axes: dict[str, Any] = {axis: axis if axis in shared else None for axis in SHARED}
     if recipe.sequence_parallel:
         if axes["tp"] is None:
             problem = f'is given, and {mesh} has no "tp"'
             raise FzeroError("--sequence-parallel", problem, 'give "tp", whose ranks have parts of rows between layers')
         axes["sp"] = tuple(axis for axis in ("sp", "tp") if axes[axis] is not None)
+    if axes["pp"] is not None:
+        axes["num_microbatches"] = recipe.microbatches
     params, apply = parallel(make_model(config, recipe.remat), mesh, **axes)
 
     @precision(recipe.compute, reduce=torch.float32, output=torch.float32)
@@ -152,21 +150,5 @@ def _make_whole(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[st
     def sum_of(params: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
         return loss_of(params, batch) * batch.numel(), (batch >= 0).sum()
 
-    is_whole = recipe.microbatches == 1
+    is_whole = recipe.microbatches == 1 or axes["pp"] is not None
     return params, value_and_grad(loss_of) if is_whole else accumulate(sum_of, recipe.microbatches)
-
-
-def _make_pipeline(config: Path, mesh: VirtualMesh, recipe: Recipe, shared: list[str]) -> tuple[Any, Any]:
-    """As `_make_whole`, with microbatches that go from stage to stage."""
-    if others := [axis for axis in shared if axis != AXIS]:
-        problem = f"is beside {', '.join(others)}, and a leaf of stacked layers is split along one axis"
-        raise FzeroError(AXIS, problem, 'give "pp" with "fsdp" and "replica", or these axes without "pp"')
-    if recipe.sequence_parallel:
-        raise FzeroError("--sequence-parallel", 'is given, and the mesh has "pp"', "leave one of both out")
-    if recipe.remat == "selective":
-        raise FzeroError("--remat", "is selective, and a stage keeps all of its values or none", "give --remat layers")
-    if recipe.batch % recipe.microbatches:
-        problem = f"are {recipe.microbatches}, of a batch of {recipe.batch} rows"
-        raise FzeroError("--microbatches", problem, "give a number that divides the rows")
-    params, loss = make_stages(make_model(config, None), mesh, recipe.microbatches, recipe.remat is not None)
-    return params, value_and_grad(precision(recipe.compute, reduce=torch.float32, output=torch.float32)(loss))

@@ -42,24 +42,22 @@ class Candidate(NamedTuple):
 def list_meshes(ranks: int, host: int, axes: Collection[str] = ("tp",)) -> Iterator[VirtualMesh]:
     """The meshes of `ranks` with these `axes` along which ranks share examples. Those that move activations of every
     layer ("tp", "ep", "sp") stay inside of a host. Stages ("pp") may be as many as a host has ranks, on any hosts, and
-    are beside none of the other axes, which they do not go with.
+    are not beside "sp", which they do not go with.
 
     State is cut over all other ranks, or over those of a host, with replicas beside: over "fsdp", and "replica".
     """
     inside = [size for size in range(1, host + 1) if host % size == 0]
     near_axes = [axis for axis in AXES[3:] if axis in axes]
-    for sizes in itertools.product(*(inside for _ in near_axes)):
+    for stages, *sizes in itertools.product(inside if "pp" in axes else [1], *(inside for _ in near_axes)):
         sharing = math.prod(sizes)
-        if host % sharing or ranks % sharing:
-            continue
         shared = {axis: size for axis, size in zip(near_axes, sizes) if size > 1}
-        rest, near = ranks // sharing, host // sharing
-        yield VirtualMesh(fsdp=rest, **shared)
+        if host % sharing or ranks % (stages * sharing) or (stages > 1 and "sp" in shared):
+            continue
+        first = {"pp": stages} if stages > 1 else {}
+        rest, near = ranks // (stages * sharing), host // sharing
+        yield VirtualMesh(**first, fsdp=rest, **shared)
         if 1 < near < rest and rest % near == 0:
-            yield VirtualMesh(replica=rest // near, fsdp=near, **shared)
-    for stages in inside[1:] if "pp" in axes else ():
-        if ranks % stages == 0:
-            yield VirtualMesh(pp=stages, fsdp=ranks // stages)
+            yield VirtualMesh(**first, replica=rest // near, fsdp=near, **shared)
 
 
 def list_candidates(ranks: int, host: int, axes: Collection[str], microbatches: int) -> Iterator[Candidate]:

@@ -11,7 +11,6 @@ from fzero.base.errors import FzeroError
 from fzero.base.mesh import VirtualMesh
 from fzero.base.progress import Progress
 from fzero.planner.forecast import Recipe, trace_step
-from fzero.planner.pipelined import AXIS
 from fzero.planner.summary import Forecast, summarize
 from fzero.program.rates import Rates
 
@@ -32,8 +31,10 @@ class Way(NamedTuple):
         return self._replace(options=self.options | said, recipe=self.recipe._replace(**fields))
 
     def resize(self, **sizes: int) -> Way:
-        """The way with axes of other sizes. A new axis is the last one, whose ranks are neighbours."""
+        """The way with axes of other sizes. A new axis is the last one, whose ranks are neighbours; of stages, which
+        send least, the first one."""
         axes = {axis: self.mesh.size(axis) for axis in self.mesh.names} | sizes
+        axes = {axis: axes[axis] for axis in sorted(axes, key=lambda axis: axis != "pp")} if "pp" in sizes else axes
         text = ",".join(f"{axis}={size}" for axis, size in axes.items())
         return self._replace(options={"--mesh": text} | self.options, mesh=VirtualMesh(**axes))
 
@@ -54,7 +55,7 @@ def _cut_state(way: Way) -> Way | None:
 
 
 def _compute_half_again(way: Way) -> Way | None:
-    return None if way.recipe.remat is not None or way.mesh.has(AXIS) else way.change(remat="selective")
+    return None if way.recipe.remat is not None else way.change(remat="selective")
 
 
 def _compute_layers_again(way: Way) -> Way | None:
@@ -67,7 +68,7 @@ def _cut_batch(way: Way) -> Way | None:
 
 
 def _cut_rows(way: Way) -> Way | None:
-    is_cut = way.recipe.sequence_parallel or way.mesh.has(AXIS)
+    is_cut = way.recipe.sequence_parallel or way.mesh.has("pp")
     return way.change(sequence_parallel=True) if way.mesh.has("tp") and not is_cut else None
 
 
@@ -87,7 +88,7 @@ def _share(axis: str) -> Change:
         groups = way.mesh.size("fsdp") if way.mesh.has("fsdp") else 1
         if groups % 2:
             return None
-        parts = {"microbatches": 2 * way.recipe.batch} if axis == AXIS else {}
+        parts = {"microbatches": 2 * way.recipe.batch} if axis == "pp" else {}
         ranks = way.mesh.size(axis) if way.mesh.has(axis) else 1
         return way.resize(fsdp=groups // 2, **{axis: 2 * ranks}).change(batch=2 * way.recipe.batch, **parts)
 
@@ -96,7 +97,7 @@ def _share(axis: str) -> Change:
 
 SINGLE: tuple[Change, ...] = (
     _cut_state, _cut_rows, _compute_half_again, _cut_batch, _compute_layers_again, _offload, _share("tp"), _share("sp"),
-    _share(AXIS), _add_ranks,
+    _share("pp"), _add_ranks,
 )  # fmt: skip
 TOGETHER: tuple[Change, ...] = (_cut_state, _cut_rows, _cut_batch, _compute_layers_again, _offload, _add_ranks)
 """What is tried by two and more, where single changes do not do."""

@@ -112,6 +112,34 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_whole() -> None:
     assert program.memory().peak > 0
 
 
+@pytest.mark.parametrize(
+    ("mesh", "settings", "more"),
+    [
+        (VirtualMesh(fsdp=1, pp=2, tp=2), {}, {"attention_mask": PADDING.repeat(1, 2)}),
+        (TWO, {"vocab_size": 33}, {"num_items_in_batch": 7}),  # the head is whole
+    ],
+)
+def test_the_loss_of_labels_is_computed_by_places(mesh: Any, settings: Any, more: Any) -> None:
+    """That of transformers is in float32. No rank has the logits of all words at all places, where words are cut."""
+    model = make(num_hidden_layers=2, **settings)
+    tokens = TOKENS.repeat(1, 2)
+    batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens < 9, -100), **more}
+    params, apply = fzero.hf.parallel(model, mesh, tp="tp" if mesh.has("tp") else None, pp="pp")
+    step = fzero.simulate(
+        lambda p, batch: fzero.value_and_grad(lambda p: apply(p, **batch).loss)(p), mesh, data=("fsdp",)
+    )
+    loss, grads = step(params, batch)
+    expected = model(**batch).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    found = unstack(fzero.unpartition(grads), model)
+    for path, leaf in model.named_parameters():
+        torch.testing.assert_close(found[path], leaf.grad, rtol=1e-6, atol=1e-7)
+    values = (node.meta.get("val") for node in step.trace(params, batch).graph.nodes)
+    largest = max(x.numel() for x in values if isinstance(x, Tensor) and x.shape[-1:] == (model.config.vocab_size,))
+    assert largest == tokens.numel() * model.config.vocab_size // (4 if mesh.has("tp") else 1)
+
+
 def test_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
     model, mesh = make("Phi3"), VirtualMesh(fsdp=2, pp=2, tp=2)  # gate and up in one leaf
     params, _ = fzero.hf.parallel(model, mesh, pp="pp", num_microbatches=4)
