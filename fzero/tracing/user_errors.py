@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from traceback import walk_tb
-from types import FrameType
 from typing import Any
 
 from fzero.base import tree
@@ -106,11 +105,12 @@ def refuse_collective(where: str) -> FzeroError:
     )
 
 
-def _maps_leaves(place: tuple[FrameType, int]) -> bool:
-    """Whether vmap is about to map its arguments at a place, and one of them is a leaf."""
-    frame, _ = place
-    is_vmap = frame.f_globals.get("__name__") == _MAPS
-    return is_vmap and any(isinstance(x, Sharded) for x in tree.leaves(frame.f_locals.get("args")))
+def _maps_leaves(tb: Any) -> bool:
+    """Whether vmap itself has refused its arguments, one of which is a leaf."""
+    frames = [frame for frame, _ in walk_tb(tb)]
+    is_vmap = [frame.f_globals.get("__name__") == _MAPS for frame in frames]
+    given = (frame.f_locals.get("args") for frame, is_own in zip(frames, is_vmap) if is_own)
+    return is_vmap[-1] and any(isinstance(x, Sharded) for args in given for x in tree.leaves(args))
 
 
 class NameErrors:
@@ -129,7 +129,7 @@ class NameErrors:
         if error is None or isinstance(error, FzeroError):
             return
         where = user_line_of_error(tb) or getattr(self.fn, "__name__", "step")
-        if isinstance(error, ValueError) and any(map(_maps_leaves, walk_tb(tb))):
+        if isinstance(error, ValueError) and _maps_leaves(tb):
             problem = "vmap maps over a leaf, and knows no dimensions of a Sharded"
             raise FzeroError(where, problem, UNPARTITION_FIRST) from error
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):

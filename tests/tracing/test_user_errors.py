@@ -137,6 +137,17 @@ def test_a_map_over_leaves_is_refused_and_its_way_out_is_what_plain_torch_comput
     torch.testing.assert_close(fzero.unpartition(found), step(p, x[:6]))
 
 
+def test_an_error_of_the_user_in_a_gradient_is_no_map() -> None:
+    """`torch.func` calls the function from the module of `vmap`."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        raise ValueError("no such mode")
+
+    params = fzero.partition({"w": torch.ones(3)}, MESH)
+    with pytest.raises(ValueError, match=r"^no such mode$"):
+        fzero.simulate(lambda p, x: fzero.value_and_grad(loss)(p, x), MESH)(params, torch.ones(2))
+
+
 MASKS: dict[str, tuple[Change, Change]] = {
     "elements of a mask": (lambda y: y[y > 0].mean(), lambda y: (y * (y > 0)).sum() / (y > 0).sum()),
     "rows of a mask": (lambda y: y[y[:, 0] > 0].sum(), lambda y: torch.where(y[:, :1] > 0, y, 0).sum()),
