@@ -53,7 +53,8 @@ _LIBRARIES |= frozenset(
 _PARTS = tuple(
     f"transformers.{name}" for name in ("utils.", "tokenization_", "convert_slow_tokenizer", "generation.continuous_")
 )
-"""Beginnings of names of such modules in a package of which others, those of models, may hold tensors."""
+"""Beginnings of names of such modules, in a package of which others, those of models, may hold tensors: a walk leaves
+them out. What a layer reads of them is watched all the same."""
 
 _OF_NO_ONE = frozenset(sys.stdlib_module_names - {"builtins", "collections", "functools", "queue", "types"}) | {"sympy"}
 """Modules of Python whose objects (loggers, locks, signatures, dataclass fields) hold nothing of the user's, and the
@@ -124,7 +125,7 @@ def _is_empty(value: Any) -> bool:
 def is_of_no_one(value: Any) -> bool:
     """Whether an object is of a class whose objects hold nothing of the user's."""
     if isinstance(value, type):
-        return is_of_library(value.__module__)
+        return _is_left_out(value.__module__)
     return _is_class_of_no_one(type(value))  # type: ignore[arg-type]  # a class is taken for unhashable
 
 
@@ -245,7 +246,7 @@ _LISTERS: tuple[tuple[Any, Callable[[str, Any], Iterable[_Named]]], ...] = (
 
 def list_globals(function: FunctionType) -> Iterator[_Named]:
     """`(name, object)` of the globals that the code of a function names. None for a function of a library."""
-    if is_of_library(function.__module__):
+    if _is_left_out(function.__module__):
         return
     used, known = list_names(function.__code__), function.__globals__
     for variable in used:
@@ -310,10 +311,15 @@ def _find_slots(cls: type) -> list[tuple[type, str, MemberDescriptorType]]:
 
 
 @functools.lru_cache(1 << 12)
+def _is_left_out(module: str | None) -> bool:
+    """Whether a walk does not look into functions and classes of a module."""
+    return is_of_library(module) or (module or "").startswith(_PARTS)
+
+
+@functools.lru_cache(1 << 12)
 def is_of_library(module: str | None) -> bool:
     """Whether a module is of a package whose functions and classes hold nothing of the user's."""
-    name = module or ""
-    return name.partition(".")[0] in _LIBRARIES or name.startswith(_PARTS)
+    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def is_step(value: Any) -> bool:
