@@ -182,7 +182,8 @@ def outcomes() -> Mapping[Any, list[Outcome]]:
 def test_ranks_train_on_batches_of_other_sizes(outcomes: Mapping[Any, list[Outcome]], name: str) -> None:
     found = values(outcomes[name])
     check_training([each[:2] for each in found], LENGTHS, mean_of_losses)
-    assert all(count < 3 * len(LENGTHS) for *_, count in found)
+    most = 15 if "dynamic" in WAYS[name] else 9  # of seven calls, which open lengths, and then numbers of sequences
+    assert all(count <= most for *_, count in found), [count for *_, count in found]
 
 
 def test_ranks_train_compiled_on_batches_of_other_sizes(outcomes: Mapping[Any, list[Outcome]]) -> None:

@@ -32,12 +32,15 @@ from processes import run
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from traces import describe_trace
 
 import fzero.hf
 from fzero import FzeroError, VirtualMesh, tree
 from fzero.base.frozen import is_frozen
 from fzero.hf.adapters import load_adapters
 from fzero.hf.codes import KINDS
+from fzero.tracing.layers import Layers
+from fzero.tracing.trace import trace
 
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
 LORA: dict[str, Any] = {**CAUSAL, "r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -215,6 +218,26 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         if "proj" in path:
             x = fzero.quantize({"x": merged[path]}, **KINDS["nf4"], where="x")["x"].full_tensor()
             assert torch.equal(coded[path], x), path
+
+
+def test_layers_with_adapters_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's input has no gradient, the last one is held against the second. Node by node the program is
+    that of layers which run."""
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=6, num_attention_heads=2
+    )
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj"], r=2))
+    params, apply = fzero.lower(model.train())
+    given = fzero.partition(params, VirtualMesh(fsdp=2)), torch.zeros(2, 4, dtype=torch.int64)
+
+    def step(params: Any, x: torch.Tensor) -> Any:
+        return fzero.value_and_grad(lambda params: apply(params, input_ids=x, labels=x, use_cache=False).loss)(params)
+
+    copied, copy = list[int](), Layers._copy
+    monkeypatch.setattr(Layers, "_copy", lambda self, *how: (copied.append(1), copy(self, *how))[1])
+    with_copies = trace(step, given, VirtualMesh(fsdp=2))
+    assert len(copied) == 3
+    assert describe_trace(with_copies) == describe_trace(trace(step, given, VirtualMesh(fsdp=2), copies=False))
 
 
 def test_adapters_of_another_shape_are_refused(train_once: Any, tmp_path: Path) -> None:
