@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from fzero.base import tree
-from fzero.base.ambient import disable_autocast
+from fzero.base.ambient import disable_autocast, forget_casts
 from fzero.base.garbage import pause_garbage_collection
+from fzero.base.symbols import Symbols
+from fzero.general.programs import make_symbols, raw_numbers
 from fzero.general.sizes import Sizes, find_changes
 from fzero.general.together import (
     CommonProgram,
     Groups,
+    Traces,
     find_common_places,
     find_failure,
     find_open_moves,
@@ -21,9 +24,12 @@ from fzero.pipeline import IN_A_FILE, Pipeline
 from fzero.prepared import BatchReader, PreparedCall
 from fzero.program.program import Program
 from fzero.program.readings import Found, list_tensors
+from fzero.tracing.calls import Calls
 from fzero.tracing.signatures import Signature, SignedCall, sign_all
+from fzero.tracing.trace import OpenForm, trace
 
 T = TypeVar("T")
+DIFFER = "batches of ranks have other sizes"
 
 
 class RankPipeline(Pipeline[T]):
@@ -96,12 +102,9 @@ class RankPipeline(Pipeline[T]):
     def _open(self, reader: BatchReader, sizes: Sizes, others: Sequence[Sequence[int]]) -> CommonProgram | str:
         """The program of `find_together`. Where there is none, the reason. `others` are the sizes of all ranks."""
 
-        def trace(call: SignedCall, found: Found) -> Program:
-            return self._open_trace(call, found, "batches of ranks have other sizes")(None, {})
-
-        call, expected = reader.call, self._expect(reader)
+        expected = self._expect(reader)
         is_own = sizes.signature == sign_all(reader.signature, expected)
-        how = self._open_trace(call, expected, "batches of ranks have other sizes", is_own)
+        how = self._open_trace(reader.call, expected, DIFFER, is_own)
         with disable_autocast(), pause_garbage_collection():
             found = self._generals.open_common(sizes, others, how, self.passes, self._finish_template)
         if found is None:
@@ -113,4 +116,23 @@ class RankPipeline(Pipeline[T]):
         if node is not None:
             return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
         general.watches = self._watch(general.program)
-        return CommonProgram(general, like, self.on, self.limit, trace)
+
+        def note_open(call: SignedCall, found: Found) -> tuple[Symbols, Calls]:
+            symbols, forms = make_symbols(sizes, differ=True)
+            return symbols, self._note(call, symbols, forms, found)[1]
+
+        traces = Traces(lambda call, found: self._open_trace(call, found, DIFFER)(None, {}), self._note, note_open)
+        return CommonProgram(general, like, self.on, self.limit, traces)
+
+    def _note(
+        self,
+        call: SignedCall,
+        symbols: Symbols | None = None,
+        shapes: Mapping[int, OpenForm] | None = None,
+        given: Found | None = None,
+    ) -> tuple[Program, Calls]:
+        """The program of a trace, and what the step calls in it."""
+        calls, args = Calls(), tree.unflatten(call.signature[1], call.leaves)
+        with forget_casts(), raw_numbers():
+            program = trace(self.fn, args, self.on.mesh, symbols, shapes, self._model_axes, given=given, calls=calls)
+        return program, calls

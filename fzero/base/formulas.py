@@ -85,7 +85,11 @@ class Conditions:
         all of them. Sizes below `least` fulfil none."""
         if any(not least <= value <= MOST for value in values):
             return f"a size of {min(values)} has a program of its own"
-        for row, holds in zip(self.rows, self._check(values)):
+        try:
+            checked = self._check(values)
+        except ZeroDivisionError:
+            return f"a size of {min(values)} has a program of its own"
+        for row, holds in zip(self.rows, checked):
             if not holds:
                 return f"{row.formula} for {dict(zip(self.names, values))}, asked by {row.line or 'torch'}"
         return None

@@ -156,11 +156,15 @@ def is_called_by_functorch() -> bool:
 
 
 def is_called_by_torch() -> bool:
-    """Whether code of torch, or of fzero, called the function that called the caller, a method of a tensor.
+    """Whether code of torch, or of fzero, called the function that called the caller, a method of a tensor. A function
+    mode, such as `torch.device`, calls it for somebody else.
 
     Public replacement: none is needed once torch says of a tensor subclass that its memory is read-only.
     """
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(("torch.", "fzero."))
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith(("torch.", "fzero."))
 
 
 def in_backward() -> bool:

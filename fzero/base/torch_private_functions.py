@@ -156,6 +156,10 @@ def requires_grad(tensor: Tensor) -> bool:
     return True
 
 
+begins_gradient: Callable[[], bool] = torch._C._functorch.get_inplace_requires_grad_allowed
+"""Whether torch.func itself calls `requires_grad_`, to begin a gradient. Public replacement: none is needed once
+`requires_grad_` of a value that torch.func differentiates is no error."""
+
 set_forward_mode: Callable[[bool], AbstractContextManager[Any]] = torch.autograd.forward_ad._set_fwd_grad_enabled
 """Allow or forbid forward-mode derivatives in a block. Public replacement: `torch.set_grad_enabled` of forward mode."""
 

@@ -16,8 +16,8 @@ from types import FrameType, TracebackType
 import optree
 import torch
 
-_HELPERS = {"_all_true_or_runtime_assert"}
-"""Functions of torch that ask for others, since torch 2.15."""
+_HELPERS = {"_all_true_or_runtime_assert", "__torch_function__"}
+"""Functions that ask for others: one of torch, since 2.15, and what a function mode, such as `torch.device`, runs."""
 _WRAPPER = os.sep + "typing_extensions.py"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
@@ -45,7 +45,8 @@ def current_user_line() -> str:
 
 
 def place_of_caller(above: int) -> str:
-    """The module and function of a frame so many above the caller's: `torch.distributions.constraints.check`."""
+    """The module and function of a frame so many above the caller's, or of the one for which it asks:
+    `torch.distributions.constraints.check`."""
     frame = sys._getframe(above + 1)
     while frame.f_code.co_name in _HELPERS and frame.f_back is not None:
         frame = frame.f_back

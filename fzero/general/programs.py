@@ -53,20 +53,20 @@ class OpenTrace:
             passes = list_passes_of(rewrite)
             at = list(map(name_of_pass, passes)).index(BY_SIZES)
             early, self.late = passes[:at], passes[at:]
-        with _raw_numbers():
+        with raw_numbers():
             self.traced = trace(symbols, forms)
             self.early = run_passes(self.traced, early)
 
     def fill_trace(self, sizes: Sequence[int]) -> Program:
         """The trace with these sizes, before any pass."""
-        with _raw_numbers():
+        with raw_numbers():
             return fill_reference(schedule_by(self.traced, Open(self.symbols, tuple(sizes))))
 
     def __call__(self, sizes: Sequence[int], known: Program | None = None) -> Template:
         """The template that is scheduled for these sizes: with a budget by the plan of a program of these sizes, if one
         is known, else by one that is searched."""
         early = schedule_by(self.early, Open(self.symbols, tuple(sizes)))
-        with _raw_numbers():
+        with raw_numbers():
             if isinstance(self.late, Budget):
                 found = known or find_plan(fill_reference(early), self.late).program
                 assert found.plan is not None
@@ -75,7 +75,7 @@ class OpenTrace:
 
 
 @contextmanager
-def _raw_numbers() -> Iterator[None]:
+def raw_numbers() -> Iterator[None]:
     """A block in which fx may have open numbers as arguments of nodes, without a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Raw Sym(Int|Float) value")
@@ -331,10 +331,16 @@ def _open_forms(sizes: Sizes, values: Sequence[Any]) -> dict[int, OpenForm]:
 def make_general(trace: Trace, rewrite: Rewrite, finish: Finish, sizes: Sizes, differ: bool = False) -> General:
     """A program with open `sizes`, which nothing confirms. `differ` says that ranks may have other sizes at the same
     time."""
+    symbols, forms = make_symbols(sizes, differ)
+    schedule = OpenTrace(trace, symbols, forms, rewrite)
+    return General(sizes, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
+
+
+def make_symbols(sizes: Sizes, differ: bool) -> tuple[Symbols, dict[int, OpenForm]]:
+    """Symbols of open sizes, and the shapes and strides that have these."""
     symbols = Symbols(current_user_line, differ=differ)
     opened = [symbols.open(find_size(sizes.signature, places[0])) for places in sizes.places]
-    schedule = OpenTrace(trace, symbols, _open_forms(sizes, opened), rewrite)
-    return General(sizes, lambda: symbols.conditions, finish, find_limit(rewrite), schedule)
+    return symbols, _open_forms(sizes, opened)
 
 
 def find_limit(rewrite: Rewrite) -> int | None:

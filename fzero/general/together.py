@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.base.errors import FzeroError
 from fzero.base.formulas import LEAST
-from fzero.base.torch_private import pytree_leaves
+from fzero.base.symbols import Symbols
+from fzero.base.torch_private import OpOverload, pytree_leaves
 from fzero.base.torch_private_traces import has_open_sizes
 from fzero.general.programs import General
 from fzero.general.sizes import Place, Sizes, is_constant, is_number, list_own_strides, list_read, open_form
 from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.readings import Found
-from fzero.program.records import body_of, comm_of, find_bodies, record
+from fzero.program.records import alias_of, body_of, comm_of, find_bodies, record
 from fzero.ranks.ranks import Ranks
 from fzero.ranks.together import gather_words
+from fzero.tracing.calls import Calls
 from fzero.tracing.signatures import Signature, SignedCall, is_batch, sign_all
 
 ALIKE = "batches do not differ in sizes"
@@ -34,20 +35,30 @@ Table = list[Any]
 """The shape and the strides of each batch of a call, the text of each constant, and None for each other leaf."""
 
 
-Trace = Callable[[SignedCall, Found], Program]
-"""The program of a call, before any pass, where readings find these values."""
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default)
+
+
+class Traces(NamedTuple):
+    """Traces for a common program: `trace` makes the program of a call, before any pass, where readings find these
+    values. `note` notes what the step calls then, and `note_open` what it calls in the common program."""
+
+    trace: Callable[[SignedCall, Found], Program]
+    note: Callable[[SignedCall], tuple[Program, Calls]]
+    note_open: Callable[[SignedCall, Found], tuple[Symbols, Calls]]
 
 
 class CommonProgram:
     """A general program for ranks whose batches have other sizes, of which it keeps the programs of `limit` sizes.
 
     `like` is the general program of ranks that have the same sizes. A trace of some sizes is held against it: where
-    ranks differ, so do the numbers that follow from sizes, and means over ranks stand elsewhere."""
+    ranks differ, so do the numbers that follow from sizes, and means over ranks stand elsewhere. Where torch computes
+    in another way at sizes of 0 and 1, the calls that are noted tell whether it computes the same."""
 
-    def __init__(self, general: General, like: General, on: Ranks, limit: int, trace: Trace) -> None:
-        self.general, self._like, self._on, self._limit, self._trace = general, like, on, limit, trace
+    def __init__(self, general: General, like: General, on: Ranks, limit: int, traces: Traces) -> None:
+        self.general, self._like, self._on, self._limit, self._traces = general, like, on, limit, traces
         self._made: dict[Any, Any] = {}
-        self._different: dict[tuple[int, ...], str | None] = {}  # of sizes that break conditions
+        self._noted: tuple[Symbols, Calls] | None = None
+        self._different: dict[Any, str | None] = {}  # by sizes that break conditions, or by those below `LEAST`
         self.why: str | None = None
 
     def find(self, calls: Sequence[SignedCall]) -> list[tuple[Any, Found]] | None:
@@ -82,16 +93,38 @@ class CommonProgram:
     def _find_difference(self, call: SignedCall, found: Found, sizes: list[int]) -> str | None:
         """Why a call of these sizes has another program; None where it has this one. Of sizes that break conditions, as
         sizes of 0 and 1 do, a trace shows it."""
-        broken, key = self.general.conditions().find_broken(sizes), tuple(sizes)
+        conditions = self.general.conditions()
+        broken = conditions.find_broken(sizes)
         if broken is None:
             return None
+        is_small = conditions.find_broken(sizes, least=0) is None
+        key = is_small, *(min(size, LEAST) if is_small else size for size in sizes)
         if key not in self._different:
-            try:
-                difference = self._like.find_difference(sizes, self._trace(call, found))
-            except FzeroError as error:  # which the step raises again, where it is one of its own
-                difference = str(error)
-            self._different[key] = difference and f"{broken}, and a trace shows that it is another one"
+            self._different[key] = self._compare(call, found, sizes, is_small, broken)
         return self._different[key]
+
+    def _compare(self, call: SignedCall, found: Found, sizes: Sequence[int], is_small: bool, broken: str) -> str | None:
+        """`_find_difference` by traces. Of sizes that are small, and break no other condition, what is called tells."""
+        difference = f"{broken}, and a trace shows that it is another one"
+        try:
+            if self._like.find_difference(sizes, self._traces.trace(call, found)) is None:
+                return None
+        except Exception:  # as of a step that reads more; the step raises again what is its own
+            pass
+        if not is_small:
+            return difference
+        try:
+            self._noted = self._noted or self._traces.note_open(call, found)
+            traced, calls = self._traces.note(call)
+            symbols, expected = self._noted
+            line = expected.find_difference(symbols, sizes, calls)
+            if line is not None:
+                return f"{difference}, as {line} computes other shapes"
+            assert self.general.schedule is not None
+            own = self.general.schedule.fill_trace(sizes)
+        except Exception as error:
+            return f"{difference}: {error}"
+        return None if list_empty(own) <= list_empty(traced) else difference
 
     def _find_largest(self, rows: Sequence[Sequence[int]]) -> list[int] | None:
         """The largest sizes of any rank; None on all ranks where the program does not fit one."""
@@ -109,6 +142,18 @@ class CommonProgram:
         if len(self._made) > self._limit:
             del self._made[next(iter(self._made))]
         return made
+
+
+def list_empty(program: Program) -> set[Any]:
+    """The operations of torch that a program calls where a tensor is empty, but views and those of single elements. Not
+    every kernel can compute nothing: torch chooses another one."""
+    found = set[Any]()
+    for node in program.graph.nodes:
+        values = pytree_leaves([x.meta.get("val") for x in (node, *node.all_input_nodes)])
+        is_empty = any(isinstance(x, Tensor) and x.numel() == 0 for x in values)
+        if is_empty and isinstance(node.target, OpOverload) and alias_of(node) is None:
+            found.add(node.target)
+    return {target for target in found if target not in _COPIES and torch.Tag.pointwise not in target.tags}
 
 
 def tabulate(signature: Signature) -> Table:

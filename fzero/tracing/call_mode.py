@@ -13,10 +13,11 @@ from fzero.base.torch_private_functions import HigherOrderOperator
 from fzero.base.user_line import current_user_line, place_of_caller
 from fzero.ranks.performer import MovePerformer
 from fzero.tracing import custom_ops, higher_order
+from fzero.tracing.calls import Calls
 from fzero.tracing.checks import Checks
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.readings import Readings
-from fzero.tracing.rewrites import REWRITES
+from fzero.tracing.rewrites import REWRITES, set_item
 from fzero.values.quantized import is_quantized
 from fzero.values.sharded import Sharded
 
@@ -31,17 +32,25 @@ class CallMode(TorchFunctionMode):
     * a higher-order operator of torch is what `higher_order` says, or is refused;
     * a custom operation has its derivative under torch.func;
     * `x.tolist()` is what `readings` say, where the batch alone decides it;
-    * `checks` knows which function is running.
+    * `checks` knows which function is running, and `calls` note each, where they are given.
     """
 
-    def __init__(self, kinds: Kinds, checks: Checks, readings: Readings, on: MovePerformer) -> None:
+    def __init__(
+        self, kinds: Kinds, checks: Checks, readings: Readings, on: MovePerformer, calls: Calls | None = None
+    ) -> None:
         super().__init__()
-        self._kinds, self._checks, self._readings, self._on = kinds, checks, readings, on
+        self._kinds, self._checks, self._readings, self._on, self._calls = kinds, checks, readings, on, calls
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        returned = self._call(func, args, kwargs or {})
+        if self._calls is not None:
+            self._calls.note(func, (args, kwargs or {}), returned)
+        return returned
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
         for given in (*args, *kwargs.values()):
             for x in given if isinstance(given, (list, tuple)) else (given,):
                 held = x.codes if is_quantized(x) else x
@@ -53,6 +62,8 @@ class CallMode(TorchFunctionMode):
             raise FzeroError(current_user_line(), problem, "compute with torch, or convert the tensor outside the step")
         if func is Tensor.tolist and (found := self._readings.read_list(args[0])) is not None:
             return found[0]
+        if name == "__setitem__":
+            return set_item(func, self._readings.is_decided, *args)
         if name in REWRITES and "out" not in kwargs:
             if "input" in kwargs:  # torch's name of the first argument
                 kwargs = dict(kwargs)

@@ -83,6 +83,12 @@ class Readings:
         self._known: dict[Any, Any] = {}
         self._last: Node | None = kinds.find_last()
 
+    def is_decided(self, x: Tensor) -> bool:
+        """Whether the batch alone decides a tensor's elements."""
+        node = self._find_node(x)
+        self._follow()
+        return node is not None and self._is_alone(node)
+
     def read_value(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """`[func(*args)]`, a value of Python, where the batch alone decides it; else None."""
         return self._read(func, args, kwargs)

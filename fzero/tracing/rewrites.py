@@ -97,8 +97,9 @@ def _masked_select(func: Callable[..., Any], x: Tensor, mask: Tensor) -> Tensor:
     return x.expand(shape).reshape(-1)[mask.expand(shape).reshape(-1)]
 
 
-def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None:
-    """`x[key] = value`. Of a value that a mask spreads, torch's derivative has a row for each place that is true."""
+def set_item(func: Callable[..., Any], is_read: Callable[[Tensor], bool], x: Tensor, key: Any, value: Any) -> None:
+    """`x[key] = value`. Of a value that a mask spreads, torch's derivative has a row for each place that is true. One
+    row is that of the one place that is true, where the mask `is_read`."""
     keys = tuple(map(_gather, key if isinstance(key, tuple) else (key,)))
     value = _gather(value)
     places = [i for i, each in enumerate(keys) if type(each) not in (int, slice, type(None), type(...))]
@@ -111,7 +112,7 @@ def _set_item(func: Callable[..., Any], x: Tensor, key: Any, value: Any) -> None
     view = whole[(*before, *[slice(None)] * mask.ndim, *after)]
     rest = _count_axes(after) if ... in before else view.ndim - mask.ndim - _count_axes(before)
     first = view.ndim - rest - mask.ndim
-    while value.ndim > rest and value.shape[0] == 1:
+    while value.ndim > rest and value.shape[0] == 1 and not is_read(mask):
         value = value[0]
     if mask.shape != view.shape[first : first + mask.ndim] or value.ndim > rest:
         return func(x, key, value)
@@ -293,7 +294,6 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "index_fill_": _index_fill_,
     "resize_as_": _resize_as_,
     "__set__": _set_attribute,
-    "__setitem__": _set_item,
     "ctc_loss": ctc_loss,
     "dropout": _dropout,
     "linalg_lstsq": _lstsq,

@@ -37,9 +37,11 @@ from fzero.layout.layout import Layout
 from fzero.program.open import Open
 from fzero.program.places import place_results
 from fzero.program.program import RANK, Program
+from fzero.program.records import find_writes, storage
 from fzero.program.signature import Argument, Result
 from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
+from fzero.tracing.calls import Calls
 from fzero.tracing.checks import Checks
 from fzero.tracing.draws import number_draws
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
@@ -134,6 +136,7 @@ def trace(
     model_axes: tuple[str, ...] = (),
     copies: bool = True,
     given: Sequence[Sequence[Any]] | None = None,
+    calls: Calls | None = None,
 ) -> Program:
     """The program of `fn(*args)` before any pass: each gather is of one leaf, and stands at the leaf's use.
 
@@ -144,15 +147,16 @@ def trace(
     Behind the leaves are the positions of what readings find. `given` are the values of readings, for a trace of other
     sizes than those of `args`.
 
-    With `copies` equal layers are traced once (`Layers`). The program is the same without.
+    With `copies` equal layers are traced once (`Layers`). The program is the same without. `calls`, where they are
+    given, note what the step calls: then no layer is copied.
 
     Raises:
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
     import_tracer()
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
-    make = partial(_Trace, fn, args, mesh, symbols, shapes or {}, model_axes, given)
-    this, traced = _record(make, copies)
+    make = partial(_Trace, fn, args, mesh, symbols, shapes or {}, model_axes, given, calls)
+    this, traced = _record(make, copies and calls is None)
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
     captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
@@ -162,6 +166,8 @@ def trace(
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))
     effects.check(check_escapes(program, fn, constants))
     this.recorder.finish(program)
+    if calls is not None:
+        calls.finish({storage(x) for node in program.graph.nodes for x in find_writes(node)})
     return program
 
 
@@ -202,11 +208,12 @@ class _Trace:
         shapes: Mapping[int, OpenForm],
         model_axes: tuple[str, ...],
         given: Sequence[Sequence[Any]] | None,
+        calls: Calls | None,
         copies: bool,
         is_compiling: bool = True,
     ) -> None:
         self.fn, self.tracer, self._model_axes, self._copies = fn, Tracer(mesh), model_axes, copies
-        self._shapes, self._given = shapes, given
+        self._shapes, self._given, self._calls = shapes, given, calls
         self._is_compiling = is_compiling
         self._layers: Layers | None = None
         self._readings: Readings | None = None
@@ -290,9 +297,11 @@ class _Trace:
         name, repeats = getattr(self.fn, "__name__", "step"), Repeats(traced, self.fake_mode)
         progress = Progress("tracing", name, "operations")
         layers = self._layers = Layers(traced, repeats, lambda: self._count(mode)) if self._copies else None
+        if self._calls is not None:
+            self._calls.begin([fake for fake, _ in fakes])
         with (
             TraceMode(checks, readings, repeats, progress, self.open is not None) as mode,
-            CallMode(kinds, checks, readings, tracer),
+            CallMode(kinds, checks, readings, tracer, self._calls),
             ModuleHooks(),
             record_layers(layers),
         ):
@@ -311,6 +320,8 @@ class _Trace:
         self._results.extend(Result(flag.make.where) for flag in self._noted)
         # A value that a loss appended to a list is still wrapped by its transform: the trace knows the value inside.
         made = [unwrap(x.local if isinstance(x, Sharded) else x) for x in out_leaves if _is_tensor(x)]
+        if self._calls is not None:
+            self._calls.note("returns", out_leaves, None)
         return made + flags
 
     def _count(self, mode: TraceMode) -> Any:

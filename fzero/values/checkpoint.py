@@ -16,8 +16,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from fzero.base.errors import FzeroError
 from fzero.base.torch_private import depth
-from fzero.base.torch_private_functions import policy_of, replace_checkpoint
-from fzero.base.user_line import current_user_line, place_of_caller
+from fzero.base.torch_private_functions import begins_gradient, policy_of, replace_checkpoint
+from fzero.base.user_line import current_user_line
 from fzero.ranks.performer import current_performer
 from fzero.values.regions import Policy, remat
 from fzero.values.sharded import Sharded
@@ -69,8 +69,8 @@ def keep_requires_grad(func: Callable[..., Any], x: Tensor, requires_grad: bool 
     """`requires_grad_`, called by a function mode. Within a gradient of torch.func, which knows what it differentiates,
     this changes nothing, and `requires_grad_(False)` of a value that has a gradient is an error. torch.func itself
     calls it to begin a gradient."""
-    is_begin, is_end = place_of_caller(2).startswith("torch._functorch."), x.requires_grad and not requires_grad
-    if is_begin or is_end or isinstance(x, Sharded) or depth() == 0:
+    is_end = x.requires_grad and not requires_grad
+    if begins_gradient() or is_end or isinstance(x, Sharded) or depth() == 0:
         return func(x, requires_grad)
     return x
 

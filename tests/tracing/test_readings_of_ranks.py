@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from test_readings import Batch, cut, make_batch, make_params, train, train_plainly
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 import fzero
@@ -93,12 +94,120 @@ def test_ranks_of_other_sizes_train_as_plain_torch(read: Callable[..., Tensor]) 
         torch.testing.assert_close(fzero.unpartition(params)["w"], expected["w"], rtol=1e-12, atol=1e-12)
 
 
-def test_an_error_says_why_the_first_rank_has_another_program() -> None:
-    def read(p: Any, b: Batch, h: Tensor) -> Tensor:
-        return h[b["y"] == 2].squeeze().sum()  # another program of one row
+def scaled(p: Any, b: Batch, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[b["c"]] *= p["w"][0]
+    return h.square().sum()
 
+
+def written_by_number(p: Any, b: Batch, h: Tensor) -> Tensor:
+    h, i = h.clone(), b["c"].nonzero().squeeze(1)
+    h[i] = h[i].tanh()
+    h[i, 0] = h[i, 1] * 2
+    return h.sum()
+
+
+def multiplied(p: Any, b: Batch, h: Tensor) -> Tensor:
+    rows = h[b["c"]]
+    return (rows[None] @ p["w"].T).square().sum() + torch.einsum("nd,ed->ne", rows, p["w"]).cos().sum()
+
+
+def layers_of_rows(p: Any, b: Batch, h: Tensor) -> Tensor:
+    rows = functional.linear(h[b["c"]].unsqueeze(1), p["w"])
+    return functional.layer_norm(rows, (5,)).square().sum() + rows.reshape(-1, 5).amax(1).sum()
+
+
+def heads_of_rows(p: Any, b: Batch, h: Tensor) -> Tensor:
+    rows = h[b["c"]].repeat(1, 2).view(1, -1, 2, 7).transpose(1, 2)
+    return rows.softmax(-1).transpose(1, 2).reshape(1, -1, 14).square().sum()
+
+
+def experts(p: Any, b: Batch, h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    for chosen in (b["c"], ~b["c"]):
+        (i,) = torch.where(chosen)
+        out = out.index_add(0, i, functional.gelu(h[i] @ p["w"].T) @ p["w"])
+    return out.square().mean()
+
+
+def summed_up(p: Any, b: Batch, h: Tensor) -> Tensor:
+    return h[b["c"]].cumsum(0).square().sum()
+
+
+def attention(p: Any, b: Batch, h: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(h[b["c"]][None, None], h[None, None], h[None, None]).sum()
+
+
+FEW = ((3, 4), (1, 2), (2, 1), (0, 3), (1, 0), (1, 1), (0, 0), (5, 2))
+"""How many rows each of two ranks chooses."""
+SOME = ((2, 1), (1, 3), (4, 2), (1, 1))
+FEW_STEPS = [
+    *((read, FEW) for read in (scaled, written_by_number, multiplied, layers_of_rows, heads_of_rows, experts)),
+    *((read, SOME) for read in (summed_up, attention)),
+]
+
+
+def choose(counts: tuple[int, int], seed: int) -> Batch:
+    """A batch of which each rank chooses so many rows."""
+    batch, draws = make_batch(9, 2, seed), torch.Generator().manual_seed(seed)
+    chosen = [torch.arange(9) < count for count in counts]
+    return {"x": batch["x"], "c": torch.cat([c[torch.randperm(9, generator=draws)] for c in chosen])}
+
+
+@pytest.mark.parametrize(("read", "counts"), FEW_STEPS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_rank_with_one_chosen_row_or_none_trains_as_plain_torch(
+    read: Callable[..., Tensor], counts: Sequence[tuple[int, int]]
+) -> None:
+    mesh = fzero.VirtualMesh(fsdp=2)
+    expected, params = make_params(), fzero.partition(make_params(), mesh)
+    step = fzero.simulate(lambda p, b: train(read, p, b), mesh)
+    for i, each in enumerate(counts):
+        batch = choose(each, i)
+        expected, value = train_plainly(read, expected, cut(batch, 2))
+        params, loss = step(params, batch)
+        torch.testing.assert_close(loss.mean(), value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(fzero.unpartition(params)["w"], expected["w"], rtol=1e-12, atol=1e-12)
+
+
+def another_leaf(p: Any, b: Batch, h: Tensor) -> Tensor:
+    rows = h[b["c"]]
+    other = p["w"] if rows.shape[0] > 1 else p["v"]
+    return (rows @ other.T).square().sum()
+
+
+def another_value(p: Any, b: Batch, h: Tensor) -> Tensor:
+    left, right = h.sin(), h.cos()
+    return (left if b["c"].sum().item() > 1 else right).mean()
+
+
+def a_view_of_one_row(p: Any, b: Batch, h: Tensor) -> Tensor:
+    rows = h[b["c"]]
+    rows.t().reshape(-1).mul_(2.0)  # a copy of two rows, and of one row the row itself
+    return rows.square().sum()
+
+
+def squeezed(p: Any, b: Batch, h: Tensor) -> Tensor:
+    return h[b["c"]].squeeze().sum()
+
+
+OTHERS = (another_leaf, another_value, a_view_of_one_row, squeezed)
+
+
+@pytest.mark.parametrize("read", OTHERS, ids=lambda read: read.__name__)
+def test_a_rank_with_one_row_that_computes_something_else_is_an_error(read: Callable[..., Tensor]) -> None:
     mesh = fzero.VirtualMesh(fsdp=2)
     step = fzero.simulate(lambda p, b: train(read, p, b), mesh)
-    batch = make_batch(6, 2, 0) | {"y": torch.tensor([2, 0, 0, 0, 0, 0, 2, 2, 2, 0, 0, 0])}
-    with pytest.raises(FzeroError, match="a size of 1 has a program of its own"):
-        step(fzero.partition(make_params(), mesh), batch)
+    params = fzero.partition(make_params() | {"v": make_params()["w"].flip(0)}, mesh)
+    params, _ = step(params, choose((3, 4), 0))
+    with pytest.raises(FzeroError, match=rf"a size of 1 has a program of its own.* in {read.__name__}: "):
+        step(params, choose((1, 4), 1))
+    with pytest.raises(FzeroError, match=rf"a size of 1 has a program of its own.* in {read.__name__}: "):
+        step(params, choose((2, 1), 2))
+
+
+def test_a_kernel_of_torch_that_cannot_compute_nothing_is_not_run() -> None:
+    mesh = fzero.VirtualMesh(fsdp=2)
+    step = fzero.simulate(lambda p, b: train(attention, p, b), mesh)
+    params, _ = step(fzero.partition(make_params(), mesh), choose((3, 4), 0))
+    with pytest.raises(FzeroError, match="a size of 0 has a program of its own"):
+        step(params, choose((0, 4), 1))
