@@ -9,6 +9,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeGuard
@@ -19,7 +20,7 @@ import torch.fx.experimental.proxy_tensor
 import torch.fx.traceback
 from torch import Tensor, fx
 
-from fzero.base.torch_private import FakeTensor, FakeTensorMode, disable_modes, no_dispatch, storage_key, unwrap
+from fzero.base.torch_private import FakeTensor, FakeTensorMode, no_dispatch, storage_key, unwrap
 from fzero.base.torch_private_functions import call_function, name_target
 
 
@@ -167,11 +168,12 @@ def _copy_fake(like: FakeTensor, meta: Tensor) -> FakeTensor:
 
 
 def import_tracer() -> None:
-    """Import what make_fx imports at its first trace, in two seconds, while no mode is on: it calls functions of torch.
+    """Import what make_fx imports at its first trace, in two seconds. A thread of its own has no modes, under which
+    what the import calls would be traced, and no arguments of a step: torch keeps the frames of the import alive.
     Public replacement: none."""
     if "torch._dynamo" not in sys.modules:
-        with disable_modes(), torch.inference_mode(False):
-            importlib.import_module("torch._dynamo")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(importlib.import_module, "torch._dynamo").result()
 
 
 one_trace = threading.RLock()

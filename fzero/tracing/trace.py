@@ -168,6 +168,7 @@ def trace(
     this.recorder.finish(program)
     if calls is not None:
         calls.finish({storage(x) for node in program.graph.nodes for x in find_writes(node)})
+    this.leaves.clear()  # what a trace leaves behind are cycles, and arguments are not to wait for their collection
     return program
 
 
