@@ -82,9 +82,11 @@ def test_the_first_trace_of_a_process_keeps_none_of_its_arguments() -> None:
 
 def test_many_objects_count_as_old_and_few_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "MANY", 10_000)
+    gc.unfreeze()
     for count, is_old in ((5_000, False), (20_000, True)):
         gc.collect()
         with garbage.pause_garbage_collection():
             made: list[list[Any]] = [[] for _ in range(count)]
         assert any(made[0] is each for each in gc.get_objects(generation=2)) == is_old
     assert gc.isenabled()
+    gc.freeze()  # as tests are run
