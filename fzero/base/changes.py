@@ -43,7 +43,7 @@ class Content(NamedTuple):
     @classmethod
     def of(cls, items: Iterable[tuple[Any, Any]], is_sequence: bool = False) -> Content:
         held = dict(items)
-        return cls(held, is_sequence, {key: _describe_state(x) for key, x in held.items() if _is_stateful(type(x))})
+        return cls(held, is_sequence, {key: _describe_state(x) for key, x in held.items() if _is_stateful(x)})
 
 
 def take_content(value: Any) -> Content | None:
@@ -80,16 +80,20 @@ def _find_default(owner: Any, key: Any) -> Any:
     return next((vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)), None)
 
 
+def _is_stateful(value: Any) -> bool:
+    """Whether an object changes when it is used: an iterator of Python, a generator of numbers, or an array."""
+    return _has_states(type(value))  # type: ignore[arg-type]  # a class is taken for unhashable
+
+
 @functools.lru_cache(1 << 12)
-def _is_stateful(cls: type) -> bool:
-    """Whether objects of a class change when they are used: iterators of Python, generators of numbers, and arrays."""
+def _has_states(cls: type) -> bool:
     is_iterator = hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools")
     is_of_numpy = cls.__name__ in _OF_NUMPY and cls.__module__.startswith("numpy")
     return is_iterator or is_of_numpy or cls in (random.Random, array.array)
 
 
 def _describe_state(value: Any) -> str:
-    """What an object of such a class will give next, as far as it can be told without asking it."""
+    """What such an object will give next, as far as it can be told without asking it."""
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, GeneratorType):
@@ -98,9 +102,9 @@ def _describe_state(value: Any) -> str:
         return f"{value.__name__} at {None if frame is None else frame.f_lasti} with {held}"
     if hasattr(value, "__next__"):
         inner = [x for held in gc.get_referents(value) for x in (held if isinstance(held, tuple) else (held,))]
-        states = [_describe_state(x) for x in inner if _is_stateful(type(x))]
+        states = [_describe_state(x) for x in inner if _is_stateful(x)]
         return " and ".join(states or [f"{operator.length_hint(value)} entries left"])
-    if getattr(value, "nbytes", 0) > _MOST or getattr(value, "dtype", None) == object:
+    if getattr(value, "nbytes", 0) > _MOST or getattr(getattr(value, "dtype", None), "hasobject", False):
         return ""
     return f"{type(value).__name__} in state {hash(pickle.dumps(value)):x}"
 

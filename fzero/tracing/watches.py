@@ -1,11 +1,16 @@
 """Watches: values that a step reads from its surroundings, and that its trace writes into the program as numbers.
 
 A step should take what it needs as arguments. Where it does not, the program is right as long as these values stay.
-Watched is what the code of a step spells as a path: `rate` of a closure or a global, `self.rate` of a bound method,
-`config.rate`, `config["rate"]` and `getattr(config, "rate")`, also by a local variable (`c = config`) and by a property;
-what a parameter has by default or by `functools.partial`; the entries of a short list, tuple, dict or set at a path; and
-likewise in the Python functions that the step reaches so. Not watched is what the code reaches in other ways: by a
-parameter of a function that the step calls, in a loop over a list of objects.
+Watched is
+
+* what the code of a step spells as a path: `rate` of a closure or a global, `self.rate` of a bound method,
+  `config.rate`, `config["rate"]` and `getattr(config, "rate")`, also by a local variable (`c = config`) or a property;
+* what a parameter has by default or by `functools.partial`;
+* the entries of a short list, tuple, dict or set at a path;
+* likewise in the Python functions that the step reaches so.
+
+Not watched is what the code reaches in other ways: by a parameter of a function that the step calls, in a loop over a
+list of objects.
 """
 
 from __future__ import annotations
@@ -76,13 +81,13 @@ def describe_value(value: Any) -> Any:
     return type(value), value, held | {k: _describe_entries(v) for k, v in attributes if type(v) is tuple}
 
 
-def _describe_entries(value: Any) -> Any:
+def _describe_entries(value: Any, depth: int = 3) -> Any:
     """A key that is equal for containers of equal values: of other objects, their classes."""
     if not isinstance(value, _CONTAINERS):
         return describe_value(value) if isinstance(value, (*_VALUES, *_HELD)) else type(value)
-    if len(value) > _MOST_ENTRIES:
+    if len(value) > _MOST_ENTRIES or not depth:
         return type(value)
-    return type(value), [_describe_entries(x) for x in (value.items() if isinstance(value, dict) else value)]
+    return type(value), [_describe_entries(x, depth - 1) for x in (value.items() if isinstance(value, dict) else value)]
 
 
 def watch_elements(program: Program, watches: Iterable[Watch]) -> list[Watch]:
@@ -189,6 +194,7 @@ def _list_variables(fn: FunctionType, given: dict[str, _Read]) -> Iterator[tuple
     """`(path, function that reads it)` of each path in the code of a function, whose parameters are `given` or not."""
     closed = zip(fn.__code__.co_freevars, fn.__closure__ or ())
     cells = {name: functools.partial(_read_cell, cell) for name, cell in closed}
+    root: _Read | None
     for path in _list_paths(fn.__code__):
         if path.kind == "GLOBAL":
             root = functools.partial(fn.__globals__.get, path.root) if path.root in fn.__globals__ else None
@@ -286,7 +292,9 @@ def _read_code(code: CodeType, is_inner: bool = False) -> tuple[set[_Path], dict
                     aliases.setdefault(each.argval[0] if is_pair else name, set()).add(path)
                 found |= {path, *([path._replace(steps=(*path.steps, (False, item)))] if is_asked else [])}
             path, item = _Path(kind, name, ()) if kind else None, None
-    found = {path for path in found if (bool(path.steps), path.steps[-1][1] if path.steps else path.root) not in written}
+    found = {
+        path for path in found if (bool(path.steps), path.steps[-1][1] if path.steps else path.root) not in written
+    }
     if is_inner:
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         found = {path for path in found if path.kind != "LOCAL" or path.root not in parameters}
