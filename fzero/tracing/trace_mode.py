@@ -85,7 +85,7 @@ class TraceMode(DispatchMode):
         super().__init__()
         self._checks, self._readings, self._repeats, self._progress = checks, readings, repeats, progress
         self.read: list[Tensor] = []
-        self._default = torch.get_default_dtype()
+        self._default, self._asked = torch.get_default_dtype(), ""  # the line of the last value that a trace lacks
         self._dispatch = dispatch_in_python if is_open else nullcontext
 
     def __enter__(self) -> TraceMode:
@@ -96,6 +96,11 @@ class TraceMode(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._preserved.__exit__(*error)
+        if error[0] is None and self._asked:
+            problem = (
+                "Python needs a value, or a shape, that is only known when the step runs; the step catches the error"
+            )
+            raise FzeroError(self._asked, problem, "compute with torch there, and choose with torch.where")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two calls of three: torch asks where operands lie
@@ -133,11 +138,13 @@ class TraceMode(DispatchMode):
             if result is None:
                 found = self._readings.read_value(func, args, kwargs)
                 if found is None:
+                    self._asked = line
                     self._checks.refuse_draw(args[0])
                     raise
                 return found[0]
         except DynamicOutputShapeException:
             result = self._readings.read_rows(func, args, kwargs)
+            self._asked = self._asked if result is not None else line
             if result is None and regions.current_mark().turns:
                 problem = "values of a turn decide a shape, and a loop has one program for all of its turns"
                 raise FzeroError(line, problem, MASKS) from None

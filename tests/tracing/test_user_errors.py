@@ -247,3 +247,30 @@ def test_what_takes_no_leaf_is_refused_and_its_way_out_is_what_plain_torch_compu
     leaf = X.clone().requires_grad_()
     OPAQUE[name][0](leaf).square().mean().backward()
     torch.testing.assert_close(found, leaf.grad)
+
+
+CAUGHT: dict[str, Change] = {
+    "a number": lambda x: x.sum().item(),
+    "a truth": lambda x: bool((x > 0).any()),
+    "rows": lambda x: x[x > 0],
+    "a draw": lambda x: torch.rand(()).item(),
+}
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["behind the loss", "in the loss"])
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_step_that_catches_the_error_of_a_value_is_refused(name: str, in_loss: bool) -> None:
+    """It would go the other way for ever."""
+
+    def ask(w: Tensor) -> float:
+        try:
+            CAUGHT[name](w)
+        except Exception:
+            return 2.0
+        return 1.0
+
+    def step(w: Tensor) -> Tensor:
+        return fzero.grad(lambda w: w.sum() * (ask(w) if in_loss else 1))(w) * (1 if in_loss else ask(w))
+
+    with pytest.raises(FzeroError, match=rf"{__file__}:\d+ in <lambda>.*; the step catches the error; compute with"):
+        fzero.simulate(step, MESH)(fzero.partition(torch.ones(3, 3), MESH))
