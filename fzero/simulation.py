@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.as_function import AsFunction
 from fzero.base import tree
 from fzero.base.ambient import disable_autocast, leave_inference_mode
 from fzero.base.arguments import check_arguments
@@ -97,7 +98,7 @@ def simulate(
     return Simulation(fn, mesh, rewrites, max_programs, model_axes, dynamic)
 
 
-class Simulation:
+class Simulation(AsFunction):
     """A step on every rank of a virtual mesh. Call it like the function it comes from; `trace` returns its
     `Program`."""
 

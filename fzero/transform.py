@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fzero.as_function import AsFunction
 from fzero.base import tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
@@ -135,7 +136,7 @@ def shard(
     return Step(fn, live(mesh), rewrites, compile, max_programs, cache, model_axes, dynamic)
 
 
-class Step:
+class Step(AsFunction):
     """A sharded step. Call it like the function it comes from; `trace` returns its `Program` without running it."""
 
     def __init__(

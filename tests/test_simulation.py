@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -116,6 +118,14 @@ def test_an_error_says_where_parameters_were_cut_as_a_batch() -> None:
     with pytest.raises(RuntimeError) as error:
         step.trace(params, sgd.init(params), torch.ones(4, 99))
     assert not hasattr(error.value, "__notes__")
+
+
+def test_a_step_is_copied_as_a_function_is() -> None:
+    step = fzero.simulate(lambda x: x * 2, 2)
+    step(torch.ones(2))
+    assert copy.copy(step) is step and copy.deepcopy({"step": step})["step"] is step
+    with pytest.raises(FzeroError, match=r"^fzero.simulate\(<lambda>, .*: is pickled, .*; pickle the function"):
+        pickle.dumps(step)
 
 
 def test_donated_state_is_gone() -> None:

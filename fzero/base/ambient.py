@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base.torch_private_functions import list_global_hooks, list_modes
+
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu")
 
 
@@ -22,6 +24,9 @@ class Ambient(NamedTuple):
     deterministic: tuple[bool, bool]
     matmul_precision: str
     attention: tuple[bool, ...]  # which kernels of scaled_dot_product_attention torch may choose
+    anomalies: bool  # whether torch looks for NaN in each gradient
+    modes: tuple[str, ...]  # the classes of modes that see each operation
+    hooks: tuple[Any, ...]  # functions that all modules call
 
     def lines(self) -> list[str]:
         """A line for each setting that nodes of a program do not show, and that must be the same on all ranks."""
@@ -41,6 +46,9 @@ def find_ambient() -> Ambient:
         (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         torch.get_float32_matmul_precision(),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
+        tuple(list_modes()),
+        tuple(hook for _, hooks in list_global_hooks() for hook in hooks.values()),
     )
 
 

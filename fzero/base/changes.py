@@ -7,9 +7,13 @@ flag; and a number that code only counts, and never reads.
 
 from __future__ import annotations
 
+import array
 import dis
+import functools
+import gc
 import itertools
 import operator
+import pickle
 import random
 import re
 from collections import deque
@@ -18,8 +22,9 @@ from types import CodeType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 _VALUES = (bool, int, float, complex, str, bytes)
-_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter(set())))
-_STATEFUL = frozenset({itertools.count, random.Random, GeneratorType, *_ITERATORS})
+_OF_NUMPY = ("Generator", "RandomState", "ndarray")
+"""Classes of numpy whose objects change."""
+_MOST = 1 << 16  # bytes of an array that is looked at
 _COUNTS = frozenset({"COPY", "DUP_TOP", "DUP_TOP_TWO", "SWAP", "ROT_TWO", "ROT_THREE", "LOAD_CONST", "LOAD_SMALL_INT"})
 _COUNTS |= {"BINARY_OP", "INPLACE_ADD", "BINARY_ADD", "BINARY_SUBSCR", "PRECALL", "CACHE"}
 """Instructions between the load and the store of `x += 1` and `x["k"] += 1`."""
@@ -38,7 +43,7 @@ class Content(NamedTuple):
     @classmethod
     def of(cls, items: Iterable[tuple[Any, Any]], is_sequence: bool = False) -> Content:
         held = dict(items)
-        return cls(held, is_sequence, {key: _describe_state(x) for key, x in held.items() if type(x) in _STATEFUL})
+        return cls(held, is_sequence, {key: _describe_state(x) for key, x in held.items() if _is_stateful(x)})
 
 
 def take_content(value: Any) -> Content | None:
@@ -75,28 +80,52 @@ def _find_default(owner: Any, key: Any) -> Any:
     return next((vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)), None)
 
 
+def _is_stateful(value: Any) -> bool:
+    """Whether an object changes when it is used: an iterator of Python, a generator of numbers, or an array."""
+    return _has_states(type(value))  # type: ignore[arg-type]  # a class is taken for unhashable
+
+
+@functools.lru_cache(1 << 12)
+def _has_states(cls: type) -> bool:
+    is_iterator = hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools")
+    is_of_numpy = cls.__name__ in _OF_NUMPY and cls.__module__.startswith("numpy")
+    return is_iterator or is_of_numpy or cls in (random.Random, array.array)
+
+
 def _describe_state(value: Any) -> str:
-    """What an object of `_STATEFUL` will give next, as far as it can be told without asking it."""
+    """What such an object will give next, as far as it can be told without asking it."""
     if isinstance(value, itertools.count):
         return repr(value)
-    if isinstance(value, random.Random):
-        return f"{type(value).__name__} in state {hash(value.getstate()):x}"
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         held = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, _VALUES)}
         return f"{value.__name__} at {None if frame is None else frame.f_lasti} with {held}"
-    return f"{operator.length_hint(value)} entries left"
+    if hasattr(value, "__next__"):
+        inner = [x for held in gc.get_referents(value) for x in (held if isinstance(held, tuple) else (held,))]
+        states = [_describe_state(x) for x in inner if _is_stateful(x)]
+        return " and ".join(states or [f"{operator.length_hint(value)} entries left"])
+    if getattr(value, "nbytes", 0) > _MOST or getattr(getattr(value, "dtype", None), "hasobject", False):
+        return ""
+    return f"{type(value).__name__} in state {hash(pickle.dumps(value)):x}"
 
 
 def is_read(place: str, functions: Iterable[FunctionType]) -> bool:
     """Whether one of these functions reads a place, such as `self.count` or `count["k"]`, other than to count in it or
     to add to it. Another variable or attribute of the same name counts too."""
-    name = re.sub(r"(\[[^\]]*\])+$", "", place).rpartition(".")[2]
-    return any(_reads(function.__code__, name) for function in functions)
+    path = re.sub(r"(\[[^\]]*\])+$", "", place)
+    name = path.rpartition(".")[2]
+    return any(_reads(x.__code__, name, path == name and name in list_defaults(x)) for x in functions)
 
 
-def _reads(code: CodeType, name: str) -> bool:
-    if name in code.co_names or name in code.co_freevars or name in code.co_cellvars:
+def list_defaults(function: FunctionType) -> dict[str, Any]:
+    """The default values of the parameters of a function."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(positional, defaults)), **(function.__kwdefaults__ or {})}
+
+
+def _reads(code: CodeType, name: str, is_parameter: bool = False) -> bool:
+    if is_parameter or name in code.co_names or name in code.co_freevars or name in code.co_cellvars:
         found = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
         for i, each in enumerate(found):
             is_load = each.opname.startswith("LOAD") and each.opname not in ("LOAD_CONST", "LOAD_CLOSURE")

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fzero.base.changes import list_defaults
 from fzero.base.symbols import Symbol, Symbols
 from fzero.base.torch_private_symbols import make_environment
 
@@ -222,11 +223,7 @@ def _list_closure(name: str, function: FunctionType) -> list[_Named]:
             held.append((variable, cell.cell_contents))
         except ValueError:  # a variable that is not assigned yet
             continue
-    if defaults := function.__defaults__:
-        positional = code.co_varnames[: code.co_argcount]
-        held += zip(positional[len(positional) - len(defaults) :], defaults)
-    if function.__kwdefaults__:
-        held += function.__kwdefaults__.items()
+    held += list_defaults(function).items()
     return held + _attributes(name, function) if vars(function) else held
 
 

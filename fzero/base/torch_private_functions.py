@@ -366,6 +366,10 @@ def list_modes() -> list[str]:
     return names + ["saved_tensors_hooks"] * (torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
 
 
-def list_global_hooks() -> list[tuple[str, Any]]:
+_TABLES = vars(nn.modules.module)
+_HOOKS = [name for name, held in _TABLES.items() if name.startswith("_global_") and isinstance(held, dict)]
+
+
+def list_global_hooks() -> list[tuple[str, dict[int, Any]]]:
     """`(name, hooks)` that all modules call. Public replacement: none."""
-    return [(key, held) for key, held in vars(torch.nn.modules.module).items() if key.startswith("_global_") and held]
+    return [(name, held) for name in _HOOKS if (held := _TABLES[name])]

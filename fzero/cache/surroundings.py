@@ -52,7 +52,7 @@ def list_settings(device: torch.device | None) -> list[str]:
     return [f"{name}: {value!r}" for name, value in found.items()]
 
 
-def list_hooks() -> list[tuple[str, Any]]:
+def list_hooks() -> list[tuple[str, dict[int, Any]]]:
     """`(name, hooks)` of all modules of torch at once."""
     return list_global_hooks()
 

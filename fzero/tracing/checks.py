@@ -76,6 +76,9 @@ class Checks:
         if asks in _HINTS:
             return False
         node = self._kinds.node_of(args[0])
+        if node is not None and node.target is _aten._is_any_true.default and torch.is_anomaly_check_nan_enabled():
+            assert_later(~args[0], f"{current_user_line()}: {name_of_backward()} returned nan values")  # detect_anomaly
+            return False
         truth = None if node is None else _compare_draw(node)
         if truth is not None:
             assert_later(args[0] if truth else ~args[0], _DREW_ZERO)

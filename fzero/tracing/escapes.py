@@ -132,7 +132,7 @@ def check_escapes(program: Program, fn: Callable[..., Any], constants: Iterable[
     for node in program.graph.find_nodes(op="get_attr"):
         if isinstance(unwrap(program.constants[node.target]), FakeTensor):
             problem = f"the step uses a tensor without data, which an earlier trace left behind{_find_use(node)}"
-            raise FzeroError(program.name, problem, "make the tensor anew, outside of a step")
+            raise FzeroError(program.name, problem, "make the tensor anew, outside of a step; call jvp for linearize")
     walks = []
     for root, held in ((getattr(fn, "__name__", "step"), fn), *constants):
         reachable = list(walk_with_contents(root, held))

@@ -21,6 +21,7 @@ from fzero.base.torch_private import (
     no_dispatch,
     no_functions,
     overload_name,
+    pytree_leaves,
 )
 from fzero.base.torch_private_functions import HigherOrderOperator, dispatch_in_python
 from fzero.base.torch_private_traces import has_open_sizes
@@ -84,6 +85,7 @@ class TraceMode(DispatchMode):
         super().__init__()
         self._checks, self._readings, self._repeats, self._progress = checks, readings, repeats, progress
         self.read: list[Tensor] = []
+        self._default, self._asked = torch.get_default_dtype(), ""  # the line of the last value that a trace lacks
         self._dispatch = dispatch_in_python if is_open else nullcontext
 
     def __enter__(self) -> TraceMode:
@@ -94,6 +96,11 @@ class TraceMode(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._preserved.__exit__(*error)
+        if error[0] is None and self._asked:
+            problem = (
+                "Python needs a value, or a shape, that is only known when the step runs; the step catches the error"
+            )
+            raise FzeroError(self._asked, problem, "compute with torch there, and choose with torch.where")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two calls of three: torch asks where operands lie
@@ -109,7 +116,8 @@ class TraceMode(DispatchMode):
         if func in BY_INDEX:
             args = args[0], [_to_mask(x) for x in args[1]], *args[2:]
         with no_functions():
-            call = self._repeats.sign(func, args, kwargs)
+            is_default = torch.get_default_dtype() == self._default
+            call = self._repeats.sign(func, args, kwargs) if is_default else None
             if call is not None and self._repeats.knows(call):
                 return self._repeats.repeat(call)
         _check_call(line, func, args, kwargs)
@@ -130,11 +138,13 @@ class TraceMode(DispatchMode):
             if result is None:
                 found = self._readings.read_value(func, args, kwargs)
                 if found is None:
+                    self._asked = line
                     self._checks.refuse_draw(args[0])
                     raise
                 return found[0]
         except DynamicOutputShapeException:
             result = self._readings.read_rows(func, args, kwargs)
+            self._asked = self._asked if result is not None else line
             if result is None and regions.current_mark().turns:
                 problem = "values of a turn decide a shape, and a loop has one program for all of its turns"
                 raise FzeroError(line, problem, MASKS) from None
@@ -144,11 +154,25 @@ class TraceMode(DispatchMode):
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             problem = f"makes a {result.layout} tensor, and programs have dense ones"
             raise FzeroError(line, problem, "leave it dense; give an embedding sparse=False")
+        if not is_default and _takes_default(args, kwargs, result):
+            problem = f"takes its dtype from torch.set_default_dtype({result.dtype}) inside of the step"
+            raise FzeroError(line, problem, f"write dtype={result.dtype}, or set the default around the step")
         if func in _VIEWS:
             _correct_strides(args[0], result, self._repeats.find_last())
         if call is not None:
             self._repeats.learn(call, last, result)
         return result
+
+
+def _takes_default(args: Any, kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether neither operands nor a dtype that is given say which dtype of fractions a result has."""
+    given = pytree_leaves((args, kwargs))
+    is_said = any(isinstance(x, torch.dtype) or _has_fractions(x) for x in given)
+    return _has_fractions(result) and not is_said
+
+
+def _has_fractions(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _to_mask(index: Any) -> Any:

@@ -83,6 +83,11 @@ _KNOWN = {
         "torch has no gradient of flex_attention on this device",
         "train on a GPU, or use scaled_dot_product_attention, in transformers attn_implementation='sdpa'",
     ),
+    "\nRuntimeError: \n": (  # torch.jit says no more
+        "a function of torch.jit.script takes no Sharded",
+        "give leaf.full_tensor(), or call the function of Python",
+    ),
+    "Functionalize rule": ("torch.func.functionalize does not support this", "leave it out: a program keeps writes"),
     "functorch": ("torch.func does not support this", "take it out of the loss, or out of the step"),
     "vmap": ("torch.func does not support this", "take it out of the loss, or out of the step"),
     "FakeTensor": (_NEEDS_VALUES, "do it outside of the step"),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 import fzero
 from fzero import optim, tree
@@ -29,6 +30,14 @@ def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterato
         change(before)
 
 
+@contextmanager
+def removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "autocast in half": lambda: torch.autocast("cpu", dtype=torch.float16),
@@ -39,6 +48,9 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": lambda: setting(torch.use_deterministic_algorithms, True, False),
     "precision": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "a mode": BaseTorchFunctionMode,
+    "a hook": lambda: removed(nn.modules.module.register_module_forward_hook(lambda module, args, output: output)),
 }
 
 
@@ -159,3 +171,76 @@ def test_planning_needs_no_default_device() -> None:
         assert program.memory().peak and program.timeline().seconds and str(program)
         value = step(params, x)[0]
     torch.testing.assert_close(value, (x @ raw()["w"]).mean())
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.linear else result
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+DOUBLINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "a mode": Doubling,
+    "a hook": lambda: removed(nn.modules.module.register_module_forward_hook(double)),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLINGS)
+def test_what_sees_each_operation_counts_in_the_calls_around_which_it_is(name: str) -> None:
+    linear, x = nn.Linear(4, 2), examples()
+    params, apply = fzero.lower(linear)
+    params, step = fzero.partition(params, MESH), fzero.simulate(lambda p, x: apply(p, x), MESH)
+    for around in (nullcontext, DOUBLINGS[name], nullcontext, DOUBLINGS[name]):
+        with around():
+            torch.testing.assert_close(step(params, x), linear(x).detach())
+
+
+@pytest.mark.parametrize("differentiate", [fzero.grad, torch.func.grad], ids=["fzero", "torch.func"])
+def test_detect_anomaly_finds_nan_in_a_gradient_when_the_step_runs(differentiate: Any) -> None:
+    def step(p: Any, x: Tensor) -> Any:
+        return tree.map(lambda w, g: w - g, p, differentiate(lambda p: (x * p["w"].abs().sqrt()).sum())(p))
+
+    x, around = torch.ones(3, 4), torch.autograd.set_detect_anomaly
+    given, zeros = raw(), {name: torch.zeros_like(w) for name, w in raw().items()}
+    given = {"w": given["b"]}
+    step = fzero.simulate(step, MESH, donate=False)
+    params, wrong = fzero.partition(given, MESH), fzero.partition({"w": zeros["b"]}, MESH)
+    expected = step(params, x)
+    assert step(wrong, x)["w"].isnan().any()
+    with around(True):
+        torch.testing.assert_close(fzero.unpartition(step(params, x)), fzero.unpartition(expected))
+        with pytest.raises(RuntimeError, match=r"test_ambient\.py:\d+ in step: .*: \w+Backward0 returned nan values"):
+            step(wrong, x)
+    assert step(wrong, x)["w"].isnan().any()
+
+
+INSIDE: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "zeros": (lambda: torch.zeros(2), False),
+    "arange": (lambda: torch.arange(3.0), False),
+    "a quotient": (lambda: torch.arange(3) / 2, False),
+    "a dtype": (lambda: torch.zeros(2, dtype=torch.float64), True),
+    "a sum of integers": (lambda: torch.arange(3).sum(), True),
+    "a cast": (lambda: torch.arange(3).to(torch.float16), True),
+    "a number": (lambda: torch.tensor(1.5), True),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_default_dtype_inside_of_a_step_is_that_of_plain_torch_or_refused(name: str) -> None:
+    make, is_said = INSIDE[name]
+
+    def step(x: Tensor) -> Any:
+        outside = torch.zeros(2)
+        with SETTINGS["dtype"]():
+            return make(), outside, x + 1
+
+    x = torch.ones(3, 2)
+    if is_said:
+        torch.testing.assert_close(fzero.simulate(step, MESH)(x), step(x))
+    else:
+        with pytest.raises(fzero.FzeroError, match=r"set_default_dtype\(torch.float64\) inside .* dtype=torch.float64"):
+            fzero.simulate(step, MESH)(x)

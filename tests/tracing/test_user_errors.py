@@ -218,3 +218,59 @@ def test_the_way_out_of_autograd_is_what_plain_torch_computes() -> None:
     torch.testing.assert_close(fzero.unpartition(found), leaf.grad)
     outside_of_a_loss = fzero.simulate(penalize(by_autograd), MESH)(held)  # nothing of torch.func is there
     torch.testing.assert_close(outside_of_a_loss, expected.detach())
+
+
+X = torch.linspace(-1, 1, 9).view(3, 3)
+OPAQUE: dict[str, tuple[Change, str, Change]] = {
+    "a scripted function": (
+        lambda w: torch.jit.script(F.relu6)(w),
+        "full_tensor",
+        lambda w: torch.jit.script(F.relu6)(fzero.unpartition(w)),
+    ),
+    "functionalize": (lambda w: torch.func.functionalize(lambda x: x * w)(X), "leave it out", lambda w: X * w),
+    "linearize": (
+        lambda w: torch.func.linearize(torch.tanh, X)[1](X @ w),
+        "call jvp",
+        lambda w: torch.func.jvp(torch.tanh, (X,), (X @ w,))[1],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Attempted to insert a get_attr")
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_takes_no_leaf_is_refused_and_its_way_out_is_what_plain_torch_computes(name: str) -> None:
+    taken, instead = (fzero.grad(lambda w, fn=fn: fn(w).square().mean()) for fn in OPAQUE[name][::2])
+    params = fzero.partition(X, MESH)
+    with pytest.raises(FzeroError, match=OPAQUE[name][1]):
+        fzero.simulate(taken, MESH, donate=False)(params)
+    found = fzero.unpartition(fzero.simulate(instead, MESH)(params))
+    leaf = X.clone().requires_grad_()
+    OPAQUE[name][0](leaf).square().mean().backward()
+    torch.testing.assert_close(found, leaf.grad)
+
+
+CAUGHT: dict[str, Change] = {
+    "a number": lambda x: x.sum().item(),
+    "a truth": lambda x: bool((x > 0).any()),
+    "rows": lambda x: x[x > 0],
+    "a draw": lambda x: torch.rand(()).item(),
+}
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["behind the loss", "in the loss"])
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_step_that_catches_the_error_of_a_value_is_refused(name: str, in_loss: bool) -> None:
+    """It would go the other way for ever."""
+
+    def ask(w: Tensor) -> float:
+        try:
+            CAUGHT[name](w)
+        except Exception:
+            return 2.0
+        return 1.0
+
+    def step(w: Tensor) -> Tensor:
+        return fzero.grad(lambda w: w.sum() * (ask(w) if in_loss else 1))(w) * (1 if in_loss else ask(w))
+
+    with pytest.raises(FzeroError, match=rf"{__file__}:\d+ in <lambda>.*; the step catches the error; compute with"):
+        fzero.simulate(step, MESH)(fzero.partition(torch.ones(3, 3), MESH))

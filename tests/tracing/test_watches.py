@@ -6,8 +6,10 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,11 @@ from fzero.tracing.watches import describe_value, find_watches
 rate = 2.0
 settings = {"rate": 2.0, "unread": 0.0}
 betas = [0.5, 0.9]
+pair = (2.0, 3.0)
+phase: Any = None  # set below
+act: Any = torch.sin
+tensors = [torch.ones(2)]
+numbers = np.full(3, 2.0)
 captured = torch.tensor([1.0, 2.0])
 
 
@@ -45,6 +52,25 @@ class Trainer:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.step(x)
+
+    def by_local(self, x: Tensor) -> Tensor:
+        rate = self.rate
+        return (lambda y: y * rate)(x)
+
+    def by_object(self, x: Tensor) -> Tensor:
+        options = self.options
+        return (lambda y: y * options.rate)(x)
+
+    @property
+    def half(self) -> float:
+        return self.rate / 2
+
+    def by_property(self, x: Tensor) -> Tensor:
+        return x * self.half
+
+
+class Phase(Enum):
+    WARM, COOL = range(2)
 
 
 class Case(NamedTuple):
@@ -76,6 +102,24 @@ def set_global(name: str, value: Any) -> Callable[[], None]:
     return lambda: globals().update({name: value})
 
 
+def by_two(x: Tensor) -> Tensor:
+    a, b = pair
+    return x * a * b
+
+
+def by_default(x: Tensor, factor: float = 2.0) -> Tensor:
+    return x * factor
+
+
+def by_options(x: Tensor, options: Any = Trainer()) -> Tensor:  # noqa: B008
+    return x * options.rate
+
+
+def in_a_partial() -> Case:
+    step = functools.partial(by_default, factor=2.0)
+    return Case(step, lambda: step.keywords.update(factor=5.0), "factor")
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "a closure": in_closure,
     "a global": lambda: Case(scaled, set_global("rate", 5.0), "rate"),
@@ -90,23 +134,45 @@ CASES: dict[str, Callable[[], Case]] = {
     "an attribute, called": lambda: of_trainer(lambda t: t, lambda t: setattr(t, "rate", 5.0), "self.rate"),
     "a slot": lambda: of_trainer(lambda t: t.step, lambda t: setattr(t.options, "rate", 5.0), "self.options.rate"),
     "an attribute of the class": lambda: of_trainer(lambda t: t.step, lambda t: setattr(t, "scale", 5.0), "self.scale"),
+    "a local variable": lambda: of_trainer(lambda t: t.by_local, lambda t: setattr(t, "rate", 5.0), "self.rate"),
+    "a local object": lambda: of_trainer(lambda t: t.by_object, lambda t: setattr(t.options, "rate", 5), "rate"),
+    "a property": lambda: of_trainer(lambda t: t.by_property, lambda t: setattr(t, "rate", 5.0), "self.rate"),
+    "getattr": lambda: Case(lambda x: x * getattr(Trainer, "scale", 1), lambda: setattr(Trainer, "scale", 5), "scale"),
+    "a tuple, unpacked": lambda: Case(by_two, set_global("pair", (2.0, 5.0)), "pair"),
+    "a list, in a loop": lambda: Case(lambda x: sum(x * b for b in betas), lambda: betas.append(2.0), "betas"),
+    "a length": lambda: Case(lambda x: x * len(betas), lambda: betas.append(2.0), "betas"),
+    "a dict, by get": lambda: Case(lambda x: x * settings.get("rate"), lambda: settings.update(rate=5), "settings"),
+    "a list of tensors": lambda: Case(lambda x: sum(x * y for y in tensors), lambda: tensors.append(number), "tensors"),
+    "a number of numpy": lambda: Case(lambda x: x * numbers[0], lambda: numbers.fill(5.0), "numbers[0]"),
+    "an enum": lambda: Case(lambda x: x * (2 if phase is Phase.WARM else 3), set_global("phase", Phase.COOL), "phase"),
+    "a function of torch": lambda: Case(lambda x: act(x), set_global("act", torch.cos), "act"),
+    "a default": lambda: Case(by_default, lambda: setattr(by_default, "__defaults__", (5.0,)), "factor"),
+    "an object by default": lambda: Case(by_options, lambda: setattr(by_options.__defaults__[0], "rate", 5), "options"),
+    "an object of a partial": lambda: of_trainer(
+        lambda t: functools.partial(lambda t, x: x * t.rate, t), lambda t: setattr(t, "rate", 5.0), "t.rate"
+    ),
+    "a keyword of a partial": in_a_partial,
     "a tensor's number": lambda: Case(lambda x: x * float(number), lambda: number.fill_(5.0), "elements of number"),
     "a tensor's numbers": lambda: Case(lambda x: x * captured.tolist()[1], lambda: captured.fill_(5.0), "captured"),
     "a tensor in a tensor": lambda: Case(lambda x: x * torch.tensor([number, 1]), lambda: number.fill_(4.0), "number"),
     "another tensor": lambda: Case(lambda x: x * captured, set_global("captured", torch.ones(2)), "captured"),
 }  # fmt: skip
 number = torch.tensor(3.0)
+phase = Phase.WARM
 
 
 @pytest.fixture(autouse=True)
 def as_they_were() -> Any:
-    before = dict(globals()), dict(settings), list(betas), captured.clone(), number.clone()
+    before = dict(globals()), dict(settings), list(betas), captured.clone(), number.clone(), list(tensors)
     yield
     globals().update(before[0])
     settings.update(before[1])
     betas[:] = before[2]
     captured.copy_(before[3])
     number.copy_(before[4])
+    tensors[:] = before[5]
+    numbers.fill(2.0)
+    Trainer.scale, by_default.__defaults__ = 3.0, (2.0,)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,6 +204,20 @@ def test_a_plain_object_among_the_arguments_is_known_by_its_attributes() -> None
     assert step(torch.ones(2), options).tolist() == [2, 2]
     options.rate = 7.0
     assert step(torch.ones(2), options).tolist() == [7, 7]
+
+
+def test_a_table_that_the_step_fills_does_not_have_it_traced_again(caplog: pytest.LogCaptureFixture) -> None:
+    table = dict[int, float]()
+
+    def step(x: Tensor) -> Tensor:
+        if len(x) not in table:
+            table[len(x)] = float(len(x))
+        return x * table[len(x)]
+
+    sharded = fzero.simulate(step, 2)
+    for rows in (4, 8, 4, 8):
+        assert torch.equal(sharded(torch.ones(rows)), torch.full((rows,), rows / 2))
+    assert sum("traced again" in message for message in caplog.messages) == 1
 
 
 def test_equal_numbers_may_differ() -> None:
