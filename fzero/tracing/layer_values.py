@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.base import torch_private, tree
 from fzero.base.torch_private import storage_key, unwrap
+from fzero.program.operation import Node
 from fzero.tracing.copies import TracePart, Uncopied
 from fzero.tracing.repeats import Repeats, Unknown
 from fzero.values.layers import LayerCall
@@ -60,6 +61,11 @@ class Operands:
     def list_followed(self) -> list[Tensor]:
         """The tensors that autograd follows."""
         return [self.tensors[i] for i in self.followed]
+
+    def find_given(self) -> set[Node]:
+        """The nodes of arguments that autograd follows, without the layer's parameters."""
+        places = {self._places[id(x)] for x in self._leaves if isinstance(x, Tensor)}
+        return {self.nodes[i] for i in self.followed if i in places}
 
     @contextmanager
     def replace(self, call: LayerCall, entered: Sequence[Tensor]) -> Iterator[_Given]:

@@ -103,6 +103,7 @@ class Layers:
         self._traced, self.repeats, self._count = traced, repeats, count
         self._templates: dict[Any, list[_Template]] = {}
         self._given_up: Counter[nn.Module] = Counter()
+        self._given: dict[nn.Module, set[Node]] = {}
         self._is_inside = False
         self._first: list[_Layer] = []
         self._runs: list[_Layer] = []
@@ -135,6 +136,8 @@ class Layers:
         template = next((x for x in known if call.at in x.members), None)
         run = _Layer(self, operands, current_user_line())
         if template is None and call.at + FEWEST <= len(call.list_layers()):
+            if self._may_share(call, operands):
+                return call.forward(*call.args, **call.kwargs)
             made = self._run(call, run, None)
             if run.template is not None:
                 known.append(run.template)
@@ -145,6 +148,15 @@ class Layers:
         if call.at == max(template.members):
             return self._run(call, run, template)
         return self._copy(run, template)
+
+    def _may_share(self, call: LayerCall, operands: Operands) -> bool:
+        """Whether a layer is given a value that autograd follows and the next layer may be given, too, as layers of a
+        decoder are given what the encoder returned: the next one tells. Such layers are not copied (`_enter`)."""
+        given, before = operands.find_given(), self._given.get(call.layers, set())
+        self._given[call.layers] = given
+        if given & before:
+            self._given_up[call.layers] = MOST
+        return bool(given & before) or len(before) < 2 <= len(given)
 
     def _run(self, call: LayerCall, run: _Layer, known: _Template | None) -> Any:
         """Run a layer between borders. It becomes a template where it can be one, or is held against the `known`

@@ -125,6 +125,25 @@ def test_layers_behind_a_first_one_whose_input_has_no_gradient_are_copied(monkey
     assert both(monkeypatch, change=lambda model: model.embed.requires_grad_(False)) == LAYERS - 3
 
 
+def test_layers_that_share_a_value_are_not_tried_and_others_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a decoder are all given what the encoder returned: autograd adds up what each of them gives for it."""
+
+    def encode_and_decode(model: Any, x: Tensor) -> Tensor:
+        seen, x = in_order(model, model.embed(x)), model.embed(x.sin())
+        for layer in model.decoder:
+            x = layer(x, scale=seen)
+        return x
+
+    def add_decoder(model: Any) -> None:
+        model.decoder = nn.ModuleList(Block(i, model.layers[0].do) for i in range(LAYERS))
+
+    made, init = list[bool](), _Trace.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(_Trace, "__init__", lambda self, *given, **how: (made.append(True), init(self, *given, **how))[1])
+        assert both(monkeypatch, run=encode_and_decode, change=add_decoder) == LAYERS - 2
+    assert len(made) == 2  # one trace with copies, and one without
+
+
 def by_index(self: Any, x: Tensor) -> Tensor:
     return x * self.index
 
