@@ -119,7 +119,7 @@ class CommonProgram:
             symbols, expected = self._noted
             line = expected.find_difference(symbols, sizes, calls)
             if line is not None:
-                return f"{difference}, as {line} computes other shapes"
+                return f"{difference}, as {line} calls another function, or with other tensors"
             assert self.general.schedule is not None
             own = self.general.schedule.fill_trace(sizes)
         except Exception as error:

@@ -186,11 +186,17 @@ def a_view_of_one_row(p: Any, b: Batch, h: Tensor) -> Tensor:
     return rows.square().sum()
 
 
+def another_gradient(p: Any, b: Batch, h: Tensor) -> Tensor:
+    rows = h[b["c"]]
+    grads = torch.func.grad(lambda p: (rows @ p["w"].T).sin().sum() + p["v"].cos().sum())(p)
+    return h.mean() * (grads["w"] if rows.shape[0] > 1 else grads["v"]).detach().sum()
+
+
 def squeezed(p: Any, b: Batch, h: Tensor) -> Tensor:
     return h[b["c"]].squeeze().sum()
 
 
-OTHERS = (another_leaf, another_value, a_view_of_one_row, squeezed)
+OTHERS = (another_leaf, another_value, another_gradient, a_view_of_one_row, squeezed)
 
 
 @pytest.mark.parametrize("read", OTHERS, ids=lambda read: read.__name__)
