@@ -109,8 +109,8 @@ class CommonProgram:
         try:
             if self._like.find_difference(sizes, self._traces.trace(call, found)) is None:
                 return None
-        except Exception:  # as of a step that reads more; the step raises again what is its own
-            pass
+        except Exception as error:  # as of a step that reads more; the step raises again what is its own
+            difference = f"{difference}: {error}"
         if not is_small:
             return difference
         try:
