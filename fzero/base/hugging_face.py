@@ -35,7 +35,12 @@ def count_modules() -> int:
 
 def is_cache(value: Any) -> bool:
     """Whether an object is a cache of keys and values, or a layer of one."""
-    return type(value).__module__ == _CACHES
+    return is_cache_module(type(value).__module__)
+
+
+def is_cache_module(name: str) -> bool:
+    """Whether a module is the one that defines caches."""
+    return name == _CACHES
 
 
 def iter_nodes() -> Iterator[Node]:

@@ -6,11 +6,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_list
 
 from fzero.base.symbols import is_open, key_of
-from fzero.base.torch_private import OpOverload, storage_key
+from fzero.base.torch_private import OpOverload, no_dispatch, storage_key
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.program.operation import Node
 from fzero.program.records import find_writes
@@ -30,7 +31,8 @@ Name = tuple[str, int]
 
 class _Copied(NamedTuple):
     """A node of a part, with numbers for the nodes that stand for numbers. `forms` are those of its values by the
-    values of its `operands`; None for an item of another one, and for the buffer at a position, which is `args`."""
+    values of its `operands`; None for an item of another one, and for a constant, of which `args` are the position
+    among buffers and empty tensors."""
 
     node: Node
     name: Name
@@ -65,12 +67,13 @@ class TracePart:
         self.names = {node: name for name, node in reversed((dict(given) | self.own).items())}
         self.outer: list[Node] = []
         """Operands that are not among those given."""
+        self._empty: list[Tensor] = []
         own = set[int]()
         self._steps = [self._take(node, own) for node in self.nodes]
 
     def _take(self, node: Node, own: set[int]) -> _Copied:
         if node.op == "get_attr":
-            return self._take_buffer(node)
+            return self._take_constant(node)
         is_operation = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
         if node.op != "call_function" or not (is_operation or node.target is operator.getitem):
             raise Uncopied(f"{node} is no operation of torch")
@@ -95,12 +98,16 @@ class TracePart:
         own |= set(map(storage_key, made)) - set(map(storage_key, values))
         return _Copied(node, self.names[node], args, kwargs, forms, tensors)
 
-    def _take_buffer(self, node: Node) -> _Copied:
+    def _take_constant(self, node: Node) -> _Copied:
         constant = self._traced.constant_of(node)
         at = next((i for i, x in enumerate(self._buffers) if x is constant), None)
-        if at is None:
+        is_empty = type(constant) is Tensor and constant.numel() == 0 and all(x.target is _LIFT for x in node.users)
+        if at is None and not is_empty:
             raise Uncopied(f"{node} is no buffer of the layer")
         node.meta["val"] = self._repeats.make_constant(constant)
+        if at is None:
+            at = len(self._buffers) + len(self._empty)
+            self._empty.append(constant)
         return _Copied(node, self.names[node], at, {}, None, [])
 
     def describe(self) -> list[Any]:
@@ -110,7 +117,8 @@ class TracePart:
 
     def _describe(self, step: _Copied) -> Any:
         if step.node.op == "get_attr":
-            return "buffer", step.args
+            is_buffer = step.args < len(self._buffers)
+            return "constant", step.args, None if is_buffer else self._repeats.describe_form(step.node.meta["val"])
         args, kwargs = (_replace(x, lambda each: self.names.get(each, each), key_of) for x in (step.args, step.kwargs))
         return step.node.target, args, kwargs, self._repeats.describe_forms(step.forms)
 
@@ -131,7 +139,9 @@ class TracePart:
         new.update((node, node) for node in self.outer)
         marks: dict[Mark, dict[str, Any]] = {}
         taken = {step.args for step in self._steps if step.node.op == "get_attr"}
-        constants = {i: self._repeats.make_constant(buffers[i]) for i in taken}
+        with no_dispatch():  # each layer makes empty tensors of its own
+            tensors = [*buffers, *(x.clone() for x in self._empty)]
+        constants = {i: self._repeats.make_constant(tensors[i]) for i in taken}
         with self._repeats.making():
             for node, name, args, kwargs, forms, needed in self._steps:
                 mark = get_mark(node)
@@ -141,7 +151,7 @@ class TracePart:
                 meta = {**marks[mark], "stack_trace": lines.get(line, line)}
                 if node.op == "get_attr":
                     meta["val"] = constants[args]
-                    new[node] = made[name] = self._traced.emit_constant(buffers[args], meta)
+                    new[node] = made[name] = self._traced.emit_constant(tensors[args], meta)
                     continue
                 if forms is None:
                     value = None if node.meta.get("val") is None else new[needed[0]].meta["val"][args[1]]
@@ -180,4 +190,6 @@ def _replace(x: Any, put: Callable[[Node], Any], write: Callable[[Any], Any] | N
     return write(x) if write is not None and is_open(x) else x
 
 
+_LIFT = torch.ops.aten.lift_fresh_copy.default
+"""What `torch.tensor(data)` calls to have a tensor of the trace."""
 _LISTS = frozenset({tuple, list, immutable_list})

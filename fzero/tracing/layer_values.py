@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from fzero.base import torch_private, tree
+from fzero.base.hugging_face import is_cache
+from fzero.base.symbols import is_open, key_of
 from fzero.base.torch_private import storage_key, unwrap
 from fzero.program.operation import Node
 from fzero.tracing.copies import TracePart, Uncopied
+from fzero.tracing.layer_caches import find_cache, leave_cache_out
 from fzero.tracing.repeats import Repeats, Unknown
 from fzero.values.layers import LayerCall
 
@@ -26,15 +29,17 @@ class Operands:
     Operands of equal `key` may take each other's place.
 
     Raises:
-        Unknown: where a layer is given anything but traced tensors and plain values, and trees of them. A cache is an
-            object, which a layer may change where its children do not show it.
+        Unknown: where a layer is given anything but traced tensors and plain values, trees of them, and a cache that is
+            known (`LayerCache`). Others are objects, which a layer may change where their children do not show it.
     """
 
     def __init__(self, repeats: Repeats, call: LayerCall) -> None:
         self.layer = call.list_layers()[call.at]
-        if tree.find((call.args, call.kwargs), _has_attributes):
+        self.cache = find_cache(call, repeats)
+        plain = leave_cache_out(call.args, call.kwargs)
+        if tree.find(plain, _has_attributes):
             raise Unknown
-        self._leaves, self._treedef = tree.flatten((call.args, call.kwargs))
+        self._leaves, self._treedef = tree.flatten(plain)
         self._owners = [(part, name) for part in self.layer.modules() for name in part._parameters]
         parameters = [part._parameters[name] for part, name in self._owners]
         given = [x for x in (*self._leaves, *parameters) if isinstance(x, Tensor)]
@@ -48,7 +53,8 @@ class Operands:
             for (form, node), x, key in zip(described, self.tensors, memory)
         ]
         names = [name if x is None else (name, self._places[id(x)]) for (_, name), x in zip(self._owners, parameters)]
-        self.key = self._treedef, tuple(map(self._describe, self._leaves)), tuple(names), tuple(forms)
+        cache = None if self.cache is None else self.cache.description
+        self.key = self._treedef, tuple(map(self._describe, self._leaves)), tuple(names), tuple(forms), cache
         self.followed = [i for i, x in enumerate(self.tensors) if torch.is_grad_enabled() and x.requires_grad]
 
     def _describe(self, leaf: Any) -> Any:
@@ -75,6 +81,8 @@ class Operands:
         before: list[Any] = [part._parameters[name] for part, name in self._owners]
 
         def put(x: Any) -> Any:
+            if is_cache(x):
+                return x
             leaves, treedef = tree.flatten(x)
             is_same = not any(id(leaf) in new for leaf in leaves)
             return x if is_same else tree.unflatten(treedef, [new.get(id(leaf), leaf) for leaf in leaves])
@@ -97,7 +105,7 @@ class _Given:
         self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any], new: Mapping[int, Tensor]
     ) -> None:
         self._call, self.args, self.kwargs, self._new = call, args, kwargs, new
-        self._before = tree.flatten((args, kwargs))
+        self._before = tree.flatten(leave_cache_out(args, kwargs))
 
     def is_kept(self) -> bool:
         """Whether the lists and dicts among the arguments hold what they held."""
@@ -105,11 +113,11 @@ class _Given:
 
     def reaches_call(self) -> bool:
         """Whether what the layer wrote into lists and dicts is in those of the call, too."""
-        leaves, treedef = tree.flatten((self._call.args, self._call.kwargs))
+        leaves, treedef = tree.flatten(leave_cache_out(self._call.args, self._call.kwargs))
         return self._holds([self._new.get(id(x), x) for x in leaves], treedef)
 
     def _holds(self, leaves: list[Any], treedef: Any) -> bool:
-        held, structure = tree.flatten((self.args, self.kwargs))
+        held, structure = tree.flatten(leave_cache_out(self.args, self.kwargs))
         return bool(structure == treedef and all(map(operator.is_, held, leaves)))
 
 
@@ -129,7 +137,7 @@ class LayerResults:
         leaves, self._treedef = tree.flatten(returned)
         self.tensors = list({id(x): x for x in leaves if isinstance(x, Tensor)}.values())
         places = {id(x): i for i, x in enumerate(self.tensors)}
-        if any(type(x) not in _PLAIN and id(x) not in places for x in leaves):
+        if any(type(x) not in _PLAIN and not is_open(x) and id(x) not in places for x in leaves):
             raise Uncopied("returns an object")
         self._leaves = [(places.get(id(x)), None if id(x) in places else x) for x in leaves]
         nodes = [repeats.describe_tensor(unwrap(x))[1] for x in self.tensors]
@@ -137,7 +145,8 @@ class LayerResults:
             raise Uncopied("returns a tensor from elsewhere")
         self.names = [part.names[node] for node in nodes]
         self.followed = [i for i, x in enumerate(self.tensors) if torch.is_grad_enabled() and x.requires_grad]
-        self.key = self._treedef, tuple(self._leaves), tuple(map(str, self.names)), tuple(self.followed)
+        plain = [(at, key_of(x) if is_open(x) else x) for at, x in self._leaves]
+        self.key = self._treedef, tuple(plain), tuple(map(str, self.names)), tuple(self.followed)
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """What is returned, with other tensors."""

@@ -14,20 +14,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fzero.base import torch_private
 from fzero.base.ambient import find_ambient
-from fzero.base.torch_private import FakeTensor, no_functions, no_transforms, storage_key, unwrap
+from fzero.base.torch_private import no_functions, no_transforms, storage_key, unwrap
 from fzero.base.torch_private_traces import TraceGraph
 from fzero.base.user_line import current_user_line
 from fzero.program.operation import Node
 from fzero.program.records import find_writes, storage
 from fzero.tracing.contents import HeldContents
 from fzero.tracing.copies import Name, TracePart, Uncopied
+from fzero.tracing.layer_borders import CopyLayer, EnterLayer, LeaveLayer
 from fzero.tracing.layer_values import LayerResults, Operands
-from fzero.tracing.likeness import Attribute, ReadGlobals, find_differences, list_buffers, watch_attributes
+from fzero.tracing.likeness import (
+    Attribute,
+    ReadAttributes,
+    ReadGlobals,
+    find_differences,
+    find_differing,
+    has_index,
+    list_buffers,
+)
 from fzero.tracing.loops import find_captures, may_be_loop
 from fzero.tracing.repeats import Repeats, Unknown
 from fzero.values.layers import FEWEST, LayerCall
@@ -55,12 +63,14 @@ class _BackwardPart:
 @dataclass(eq=False)
 class _Template:
     """A layer that has run, and those that are equal to it: position -> the attributes in which one differs, which the
-    layer did not read. `contents` are those of the layer."""
+    layer did not read. `indices` are those that it gave to a cache, which are a layer's position. `contents` are those
+    of the layer."""
 
     layer: nn.Module
     line: str
     regions: tuple[Region, ...]
     members: dict[int, set[Attribute]]
+    indices: set[Attribute]
     surroundings: ReadGlobals
     contents: HeldContents
     forward: TracePart
@@ -71,7 +81,7 @@ class _Template:
     def stands_for(self, at: int, layer: nn.Module) -> bool:
         """Whether a layer is like this one still, and would read what this one has read."""
         found = find_differences(self.layer, layer)
-        is_like = found is not None and found <= self.members[at]
+        is_like = found is not None and found <= self.members[at] and has_index(layer, self.indices, at)
         return is_like and self.contents.is_same() and self.surroundings.is_same()
 
 
@@ -163,19 +173,26 @@ class Layers:
         one."""
         operands, before, last = run.operands, self._count(), self._traced.find_last()
         self._enter(run)
-        entered = _EnterLayer.apply(run, *operands.list_followed()) if operands.followed else ()
+        entered = EnterLayer.apply(run, *operands.list_followed()) if operands.followed else ()
         surroundings = ReadGlobals()
-        differing = {} if known is not None else _find_differing(call.layers, call.at)
-        attributes = {each for found in differing.values() for each in found}
+        differing = {} if known is not None else find_differing(call.layers, call.at)
+        attributes, children = {each for found in differing.values() for each in found}, call.list_layers()
         contents = HeldContents()
         contents.add(operands.layer)
+        read = ReadAttributes(operands.layer, attributes, None if operands.cache is None else call.at)
+        take: Callable[[], Any] = dict
         self._is_inside = True
         try:
             with operands.replace(call, entered) as given, ExitStack() as stack:
+                if operands.cache is not None:
+                    take = stack.enter_context(operands.cache.watch())
                 if known is None:
-                    list_read = stack.enter_context(watch_attributes(operands.layer, attributes))
+                    stack.enter_context(read.watch())
                     stack.enter_context(surroundings.record())
                 returned = call.forward(*given.args, **given.kwargs)
+        except Exception:
+            self._is_unlike = self._is_unlike or bool(read.indices)
+            raise
         finally:
             self._is_inside = False
         try:
@@ -187,18 +204,21 @@ class Layers:
             if before != self._count() or not contents.is_same():
                 raise Uncopied("does more than to compute")
             part = self._take(last, run, run.nodes, "forward")
-            results = LayerResults(self.repeats, returned, part)
+            results = LayerResults(self.repeats, (returned, take()), part)
             if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
                 raise Uncopied("differentiates by what it captures")
             if known is None:
-                read = list_read()
-                members = {at: found for at, found in differing.items() if not found & read and at > call.at}
+                members = {
+                    at: found
+                    for at, found in differing.items()
+                    if at > call.at and not found & read.list_read() and has_index(children[at], read.indices, at)
+                }
                 if len(members) + 1 < FEWEST or not (surroundings.is_known and contents.is_known):
                     raise Uncopied("has too few like it")
                 if surroundings.holds(run.buffers):
                     raise Uncopied("has a buffer that its code reads from elsewhere, too")
         except (Uncopied, Unknown) as error:
-            if known is not None:
+            if known is not None or read.indices:  # a `LayerIndex` may not be what the code can do with an int
                 raise self._refuse() from error
             self._given_up[call.layers] += 1
             run.nodes |= {("other", i): node for i, node in enumerate(self._traced.nodes_after(last))}
@@ -206,7 +226,7 @@ class Layers:
         if known is None:
             members[call.at] = set()
             run.template = _Template(
-                operands.layer, run.line, run.regions, members, surroundings, contents, part, results
+                operands.layer, run.line, run.regions, members, read.indices, surroundings, contents, part, results
             )
             self._first.append(run)
         elif (part.describe(), results.key) != (known.forward.describe(), known.results.key):
@@ -215,8 +235,15 @@ class Layers:
             known.is_confirmed = True
         run.nodes |= part.own
         followed = [results.tensors[i] for i in results.followed]
-        left = dict(zip(results.followed, _LeaveLayer.apply(run, *followed) if followed else ()))
-        return results.build([left.get(i, x) for i, x in enumerate(results.tensors)])
+        left = dict(zip(results.followed, LeaveLayer.apply(run, *followed) if followed else ()))
+        return self._return(run, results, [left.get(i, x) for i, x in enumerate(results.tensors)])
+
+    def _return(self, run: _Layer, results: LayerResults, tensors: Sequence[Any]) -> Any:
+        """What a layer returns, with these tensors. What it leaves in its cache is there then."""
+        returned, left = results.build(tensors)
+        if run.operands.cache is not None:
+            run.operands.cache.put(left)
+        return returned
 
     def _enter(self, run: _Layer) -> None:
         """Note a layer with borders, or a copy. Autograd adds up what such a layer gives for a value before it adds
@@ -243,10 +270,10 @@ class Layers:
                 made[:] = [self._make(run.nodes[name]) for name in results.names]
             return tuple(made[i] for i in results.followed)
 
-        followed = _CopyLayer.apply(run, copy, *operands.list_followed()) if results.followed else copy()
+        followed = CopyLayer.apply(run, copy, *operands.list_followed()) if results.followed else copy()
         for i, x in zip(results.followed, followed):
             made[i] = x
-        return results.build(made)
+        return self._return(run, results, made)
 
     def _take(self, last: Node | None, run: _Layer, nodes: Mapping[Name, Node], kind: str) -> TracePart:
         """What a layer has recorded behind a node, beside `nodes` by name."""
@@ -303,12 +330,13 @@ class Layers:
         """Check, behind the step, what a layer cannot know while it runs.
 
         Raises:
-            Unlike: where the last layer did not run behind copies, where a value of a layer that ran is used outside of
-                it, where a value that autograd follows goes into a layer and elsewhere, where memory of a layer is
-                written into outside of it, and where code of the step has caught one.
+            Unlike: where the last layer did not run behind copies, or behind a layer that was given a `LayerIndex`,
+                where a value of a layer that ran is used outside of it, where a value that autograd follows goes into a
+                layer and elsewhere, where memory of a layer is written into outside of it, and where code of the step
+                has caught one.
         """
         templates = (x.template for x in self._runs if x.template is not None)
-        if self._is_unlike or any(x.is_copied and not x.is_confirmed for x in templates):
+        if self._is_unlike or any((x.is_copied or x.indices) and not x.is_confirmed for x in templates):
             raise Unlike
         for run in self._runs:
             own = set(run.nodes.values())
@@ -337,58 +365,3 @@ class Layers:
 
 MOST = 3
 """Layers of a list that may turn out to have too few like them."""
-
-
-def _find_differing(layers: nn.Module, at: int) -> dict[int, set[Attribute]]:
-    """Position -> the attributes in which a layer of a list differs from the one at a position, for those that differ
-    in nothing else."""
-    children = list(layers.children())
-    found = {i: find_differences(children[at], child) for i, child in enumerate(children) if i != at}
-    return {i: each for i, each in found.items() if each is not None}
-
-
-class _EnterLayer(torch.autograd.Function):
-    """`(run, *tensors)`, from the operands of a layer that runs to other tensors for the same values. The transpose
-    ends the backward pass of the layer: autograd runs it behind all others of the layer, because it was made first."""
-
-    @staticmethod
-    def forward(run: _Layer, *tensors: FakeTensor) -> tuple[Tensor, ...]:
-        return tuple(run.layers.repeats.make_again(x) for x in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.run = inputs[0]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.run.layers.end_backward(ctx.run, gradients)
-        return None, *gradients
-
-
-class _LeaveLayer(torch.autograd.Function):
-    """`(run, *tensors)`, from the results of a layer that runs to other tensors for the same values. The transpose
-    begins the backward pass of the layer."""
-
-    forward = staticmethod(_EnterLayer.forward)
-    setup_context = staticmethod(_EnterLayer.setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        ctx.run.layers.start_backward(ctx.run, cotangents)
-        return None, *cotangents
-
-
-class _CopyLayer(torch.autograd.Function):
-    """`(run, copy, *tensors)`, from the operands that autograd follows to what `copy()` returns. The transpose is a
-    copy, too."""
-
-    @staticmethod
-    def forward(run: _Layer, copy: Callable[[], tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return copy()
-
-    setup_context = staticmethod(_EnterLayer.setup_context)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *ctx.run.layers.copy_backward(ctx.run, cotangents)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import CodeType, MethodType, ModuleType
 from typing import Any
 
@@ -21,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fzero.base.executed_code import record_code
+from fzero.base.hugging_face import is_cache_module
 from fzero.base.installed import find_package, is_installed
 from fzero.base.reachable import is_of_library
 from fzero.base.torch_private import unwrap
 from fzero.tracing.contents import HeldContents
+from fzero.tracing.watched_reads import LayerIndex, watch_reads
 from fzero.values.layers import is_handed_over
 
 Attribute = tuple[str, str]
@@ -66,6 +66,14 @@ def find_differences(a: nn.Module, b: nn.Module) -> set[Attribute] | None:
             if not _is_equal(x, y, pairs):
                 found.add((path, name))
     return found
+
+
+def find_differing(layers: nn.Module, at: int) -> dict[int, set[Attribute]]:
+    """LayerIndex -> the attributes in which a layer of a list differs from the one at a position, for those that differ
+    in nothing else."""
+    children = list(layers.children())
+    found = {i: find_differences(children[at], child) for i, child in enumerate(children) if i != at}
+    return {i: each for i, each in found.items() if each is not None}
 
 
 def _list_parameters(module: nn.Module) -> list[tuple[str, bool | None]]:
@@ -118,61 +126,50 @@ def _is_equal(x: Any, y: Any, pairs: dict[int, Any]) -> bool:
     return isinstance(x, nn.Module) and pairs.get(id(x)) is y
 
 
-_reads: ContextVar[set[tuple[int, str]] | None] = ContextVar("fzero_reads", default=None)
+class ReadAttributes:
+    """What code has read of the attributes in which a layer differs from others. With its position `at` in a cache, its
+    index may go there: the cache finds the slot of the layer by it."""
+
+    def __init__(self, layer: nn.Module, attributes: set[Attribute], at: int | None) -> None:
+        self._parts, self._attributes, self._at = dict(layer.named_modules()), attributes, at
+        self._is_watched: Callable[[Any], bool] = lambda part: False
+        self._seen: set[Attribute] = set()
+        self.indices: set[Attribute] = set()
+        """Attributes that are the index, and that code may have handed to a cache."""
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """The context in which the layer runs."""
+        paths = {path for path, _ in self._attributes}
+        parts = [(self._parts[path], functools.partial(self._note, path)) for path in paths]
+        with watch_reads(parts) as self._is_watched:
+            yield
+
+    def _note(self, path: str, name: str, x: Any) -> Any:
+        if name == "__dict__" and not _is_read_by_torch():
+            self._seen |= {each for each in self._attributes if each[0] == path}
+        if (path, name) not in self._attributes:
+            return x
+        if type(x) is int and x == self._at:
+            self.indices.add((path, name))
+            return LayerIndex(x, lambda module: None if is_cache_module(module) else self._seen.add((path, name)))
+        self._seen.add((path, name))
+        return x
+
+    def list_read(self) -> set[Attribute]:
+        """The attributes that were read, but for an index that only caches looked at."""
+        return {each for each in self._attributes if each in self._seen or not self._is_watched(self._parts[each[0]])}
 
 
-@contextmanager
-def watch_attributes(layer: nn.Module, attributes: set[Attribute]) -> Iterator[Callable[[], set[Attribute]]]:
-    """In this context, reads of some attributes are noted. Gives a function that returns those that were read."""
-    wanted = {path for path, _ in attributes}
-    parts = {path: part for path, part in layer.named_modules() if path in wanted}
-    classes = {path: type(part) for path, part in parts.items()}
-    watched: dict[str, Any] = {path: _watch_class(cls) for path, cls in classes.items()}  # type: ignore[arg-type]
-    seen: set[tuple[int, str]] = set()
-
-    def list_read() -> set[Attribute]:
-        of = {path: {name for i, name in seen if i == id(part)} for path, part in parts.items()}
-        return {
-            (path, name)
-            for path, name in attributes
-            if watched[path] is None or name in of[path] or "__dict__" in of[path]
-        }
-
-    token = _reads.set(seen)
-    try:
-        for path, part in parts.items():
-            part.__class__ = watched[path] or classes[path]
-        yield list_read
-    finally:
-        for path, part in parts.items():
-            part.__class__ = classes[path]
-        _reads.reset(token)
-
-
-@functools.lru_cache(256)
-def _watch_class(cls: Any) -> Any:
-    """A class whose objects note what is read of them. None for a class of a user's metaclass, which may do something
-    where another one is made of it, and for one of objects of another layout."""
-    if type(cls) not in (type, ABCMeta):
-        return None
-
-    def read(self: Any, name: str) -> Any:
-        seen = _reads.get()
-        if seen is not None and not (name == "__dict__" and _is_read_by_torch()):
-            seen.add((id(self), name))
-        return cls if name == "__class__" else cls.__getattribute__(self, name)
-
-    made = type(cls)(cls.__name__, (nn.Module,), {"__getattribute__": read, "__module__": cls.__module__})
-    try:
-        made.__bases__ = (cls,)  # afterwards: no `__init_subclass__` is told, as of no class that a user makes
-    except TypeError:  # of a class with slots
-        return None
-    return made
+def has_index(layer: nn.Module, indices: set[Attribute], at: int) -> bool:
+    """Whether attributes of a layer that are indices are its position."""
+    found = (vars(layer.get_submodule(path)).get(name) for path, name in indices)
+    return all(type(x) is int and x == at for x in found)
 
 
 def _is_read_by_torch() -> bool:
     """Whether `nn.Module` looks for a tensor or a module, by its name, in the attributes of an object."""
-    return sys._getframe(2).f_globals.get("__name__") == nn.Module.__module__
+    return sys._getframe(3).f_globals.get("__name__") == nn.Module.__module__
 
 
 class ReadGlobals:

@@ -124,7 +124,8 @@ class Repeats:
             return key_of(x)
         raise Unknown
 
-    def _describe_form(self, x: Tensor) -> Any:
+    def describe_form(self, x: Tensor) -> Any:
+        """What calls of one key have in common of an operand."""
         return x.dtype, x.device, self._describe_sizes((*x.shape, *x.stride(), x.storage_offset()))
 
     def find_last(self) -> Node | None:
@@ -203,7 +204,7 @@ class Repeats:
         return True
 
     def _describe_item(self, x: Any) -> Any:
-        return self._describe_form(x) if isinstance(x, Tensor) else type(x)
+        return self.describe_form(x) if isinstance(x, Tensor) else type(x)
 
     def _find_new(self, x: Any, memory: set[int]) -> ResultForm | None:
         """The form of a result, None where it is no tensor in memory of its own."""
@@ -289,7 +290,7 @@ class Repeats:
         slot = self._traced.slot_of(x) if type(x) is FakeTensor else None
         if not isinstance(x, FakeTensor) or slot is None or slot.constant is not None or not _is_plain(x):
             raise Unknown
-        return self._describe_form(x), slot.proxy.node
+        return self.describe_form(x), slot.proxy.node
 
     def _find_form(self, x: Any, operands: list[FakeTensor], memory: list[int], own: set[int]) -> Any:
         """The form of a result, or of each of a list. None where a tensor made of it is another one. `own` is the
@@ -306,7 +307,7 @@ class Repeats:
         form = ResultForm(x.dtype, x.device, tuple(x.shape), x.stride(), x.storage_offset(), at, bool(same))
         made, _ = self._make(form, operands)
         is_whole = is_same_number(*(y.untyped_storage().nbytes() for y in (x, made)))
-        is_alike = self._describe_form(made) == self._describe_form(x) and is_whole
+        is_alike = self.describe_form(made) == self.describe_form(x) and is_whole
         is_alone = place is not None or key not in own
         own.add(key)
         return form if is_alike and is_alone else None
