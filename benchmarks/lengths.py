@@ -4,6 +4,7 @@
     python benchmarks/lengths.py --ranks 2 --layers 16 --steps 300 --json benchmarks/results/lengths.json
     python benchmarks/lengths.py --restart                        # fzero's programs come from a folder
     python benchmarks/lengths.py --ranks 2 --apart                # each rank's batches have lengths of their own
+    python benchmarks/lengths.py --ranks 2 --kv-cache             # the model is called without use_cache=False
 
 transformers' Llama in float32. The contenders run one after the other in the same processes, with the same batches:
 plain torch (one rank only), FSDP2, and fzero. Seconds of a step at a length that was seen before and at a new length
@@ -13,7 +14,6 @@ are medians; the first and the second length stand apart, because fzero traces a
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -47,15 +47,20 @@ def make_model(layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, **sizes)).train()
 
 
-def eager(layers: int, mesh: Any) -> Step:
+def choose(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with which every contender calls the model. By default it makes a cache of keys and values."""
+    return {} if given["kv_cache"] else {"use_cache": False}
+
+
+def eager(given: dict[str, Any], mesh: Any) -> Step:
     """Plain torch; FSDP2 where there is a mesh."""
-    model = make_model(layers)
+    model, options = make_model(given["layers"]), choose(given)
     for module in (*model.model.layers, model) if mesh is not None else ():
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, fused=True)
 
     def step(batch: Tensor) -> Tensor:
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = model(input_ids=batch, labels=batch, **options).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -64,21 +69,21 @@ def eager(layers: int, mesh: Any) -> Step:
     return step
 
 
-def ours(layers: int, mesh: Any, cache: str | None) -> Step:
-    params, apply = fzero.lower(make_model(layers))
+def ours(given: dict[str, Any], mesh: Any) -> Step:
+    (params, apply), options = fzero.lower(make_model(given["layers"])), choose(given)
     params = fzero.partition(params, mesh)
     optimizer = fzero.optim.adamw(RATE, b1=0.9, b2=0.999, weight_decay=0.01)
     state = optimizer.init(params)
 
     def loss_of(params: Any, batch: Tensor) -> Tensor:
-        return apply(params, input_ids=batch, labels=batch, use_cache=False).loss
+        return apply(params, input_ids=batch, labels=batch, **options).loss
 
     def train(params: Any, state: Any, batch: Tensor) -> tuple[Any, Any, Tensor]:
         loss, grads = fzero.value_and_grad(loss_of)(params, batch)
         updates, state = optimizer.update(grads, state, params)
         return fzero.optim.apply_updates(params, updates), state, loss
 
-    sharded = fzero.shard(train, mesh, max_programs=64, cache=cache)
+    sharded = fzero.shard(train, mesh, max_programs=64, cache=given["cache"])
 
     def step(batch: Tensor) -> Tensor:
         nonlocal params, state
@@ -94,12 +99,12 @@ def run_rank(given: dict[str, Any], out: Path) -> None:
     mesh = init_device_mesh("cpu", (given["ranks"],), mesh_dim_names=("fsdp",))
     rank, world = dist.get_rank(), given["ranks"]
     contenders = {"eager": (eager, None)} if world == 1 else {"fsdp2": (eager, mesh)}
-    contenders |= {"fzero": (functools.partial(ours, cache=given["cache"]), mesh)}
+    contenders |= {"fzero": (ours, mesh)}
     draw = random.Random(rank if given["apart"] else 0)
     lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(given["steps"])]
     found: dict[str, Any] = {"lengths": lengths}
     for name, (make, where) in contenders.items():
-        step, seconds, losses = make(given["layers"], where), [], []
+        step, seconds, losses = make(given, where), [], []
         for i, length in enumerate(lengths):
             seed = torch.Generator().manual_seed(i * world + rank)
             batch = torch.randint(VOCABULARY, (ROWS, length), generator=seed)
@@ -151,6 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--restart", action="store_true", help="run twice with one folder, print the second")
     parser.add_argument("--apart", action="store_true", help="ranks draw lengths of their own")
+    parser.add_argument("--kv-cache", action="store_true", help="models make a cache, as by default")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -159,10 +165,10 @@ def main() -> None:
     if given.rank_of:
         return run_rank(json.loads(given.rank_of), given.out)
     record: dict[str, Any] = {
-        name: getattr(given, name) for name in ("layers", "steps", "restart", "apart")
+        name: getattr(given, name) for name in ("layers", "steps", "restart", "apart", "kv_cache")
     } | machine()
     for ranks in map(int, given.ranks.split(",")):
-        plan = {name: getattr(given, name) for name in ("layers", "steps", "timeout", "apart")}
+        plan = {name: getattr(given, name) for name in ("layers", "steps", "timeout", "apart", "kv_cache")}
         plan |= {"ranks": ranks, "cache": None}
         if given.restart:
             with TemporaryDirectory() as folder:

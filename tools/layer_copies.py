@@ -5,7 +5,7 @@
 
 A model has a configuration with the sizes of `tiny_models.py`. Its loss and gradients are traced for two ranks in both
 ways, and the programs are compared: each node with its operands, the form of its value, which values share memory, the
-user's line and the regions.
+user's line and the regions. A model that has a cache, which it makes by default, is traced with it and without.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ PAGE, LAYERS = ROOT / "docs" / "layer_copies.md", 6
 
 
 class Found(NamedTuple):
-    """What came of a model: "equal", "unequal", "refused", "raw" or "untried"; how many of its layers were copied, and
-    how many nodes its program has."""
+    """What came of a model: "equal", "unequal", "refused", "raw" or "untried"; how many of its layers were copied, with
+    its cache and without, and how many nodes its program has."""
 
     outcome: str
     why: str = ""
     copies: int = 0
+    with_cache: int = 0
     nodes: int = 0
 
 
@@ -60,9 +61,16 @@ def choose_layers(name: str, layers: int, values: dict[str, Any]) -> dict[str, A
 
 
 def compare(folder: str) -> Found:
-    """What came of a folder's model."""
+    """What came of a folder's model, with its cache and without."""
+    found = [compare_one(folder, options) for options in ({"use_cache": False}, {})]
+    differs = next((each for each in found if each.outcome != "equal"), found[0])
+    return differs._replace(copies=found[0].copies, with_cache=found[1].copies)
+
+
+def compare_one(folder: str, options: dict[str, Any]) -> Found:
+    """What came of a folder's model that is called with some `options`."""
     model, batch = make(folder)
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    options = {name: x for name, x in options.items() if name in inspect.signature(model.forward).parameters}
     try:
         model(**batch, **options)
     except Exception as error:
@@ -81,7 +89,7 @@ def compare(folder: str) -> Found:
         Layers._copy = copy  # type: ignore[method-assign]
     without = trace(step, given, fzero.VirtualMesh(fsdp=2), copies=False)
     is_equal = describe_trace(with_copies) == describe_trace(without)
-    return Found("equal" if is_equal else "unequal", "", len(copied), len(without.graph.nodes))
+    return Found("equal" if is_equal else "unequal", "", len(copied), nodes=len(without.graph.nodes))
 
 
 def judge(folder: str) -> Found:
@@ -100,19 +108,22 @@ def write(found: dict[str, Found]) -> str:
     """The page of what came of all models."""
     counts = Counter(each.outcome for each in found.values())
     copying = sum(each.outcome == "equal" and each.copies > 0 for each in found.values())
+    caching = sum(each.outcome == "equal" and each.with_cache > 0 for each in found.values())
     lines = [
         "# Equal layers of transformers' models",
         "",
         f"`python tools/layer_copies.py --write`, transformers {transformers.__version__}, torch {torch.__version__}:",
         f"{counts['equal']} programs with copies of layers equal the ones without, {counts['unequal']} do not;",
-        f"in {copying} of them layers were copied. {counts['refused']} models are refused by name,",
-        f"{counts['raw']} fail with a raw error, {counts['untried']} could not be made, or fail in plain torch.",
+        f"in {copying} of them layers were copied without a cache, in {caching} with the one that a model makes by",
+        f"default. {counts['refused']} models are refused by name, {counts['raw']} fail with a raw error,",
+        f"{counts['untried']} could not be made, or fail in plain torch.",
         "",
-        "| folder | outcome | layers copied, of 6 | nodes | why |",
-        "|---|---|---|---|---|",
+        "| folder | outcome | layers copied, of 6 | with a cache | nodes | why |",
+        "|---|---|---|---|---|---|",
     ]
     rows = (
-        f"| {name} | {x.outcome} | {x.copies} | {x.nodes} | {x.why.replace('|', '/')} |" for name, x in found.items()
+        f"| {name} | {x.outcome} | {x.copies} | {x.with_cache} | {x.nodes} | {x.why.replace('|', '/')} |"
+        for name, x in found.items()
     )
     return "\n".join([*lines, *rows]) + "\n"
 
