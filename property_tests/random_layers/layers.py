@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 WIDTH = 6
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
@@ -74,6 +75,15 @@ def _raise(self: Layer, h: Tensor, given: Any) -> Tensor:
     return h
 
 
+def _cache(self: Layer, h: Tensor, given: Any) -> Tensor:
+    keys, values = given["cache"].update(h[:, None], h[:, None] * 2, self.index)
+    return h + nn.functional.scaled_dot_product_attention(h[:, None], keys, values)[:, 0]
+
+
+def _look_into_cache(self: Layer, h: Tensor, given: Any) -> Tensor:
+    return _cache(self, h * (1 + 0.1 * given["cache"].get_seq_length(max(self.index - 1, 0))), given)
+
+
 def _hook(self: Layer, h: Tensor, given: Any) -> Tensor:
     if h.requires_grad:
         h.register_hook(lambda grad: grad * 0.5)
@@ -99,6 +109,8 @@ HABITS: dict[str, Callable[[Any, Tensor, Any], Tensor]] = {
     "remembers": _remember,
     "keeps": _keep,
     "raises": _raise,
+    "cache": _cache,
+    "looks into a cache": _look_into_cache,
     "hook": _hook,
     "own derivative": lambda self, h, given: _Halve.apply(h),
     "length": lambda self, h, given: h * 1.5 if h.shape[1] > 4 else h,
@@ -164,7 +176,7 @@ ORDERS: dict[str, Callable[[list[Layer]], list[Layer]]] = {
 }
 MODEL_HABITS = (
     *ORDERS, "shared", "another class", "frozen", "no gradient", "detach", "hook of a module", "hooks in front", "U",
-    "own forward", "checkpoint", "late use", "left out", "eval", "between", "stack", "norms",
+    "own forward", "checkpoint", "late use", "left out", "eval", "between", "stack", "norms", "reads a cache",
 )  # fmt: skip
 
 
@@ -201,14 +213,14 @@ class Model(nn.Module):
         layers: list[Any] = list(self.layers)
         for name in ORDERS.keys() & self.habits:
             layers = ORDERS[name](layers)
-        h = x
+        h, cache = x, DynamicCache()
         for i, layer in enumerate(layers):
             SETTINGS["now"], SETTINGS["scale"] = i % 3, 1 + 0.1 * (i % 2)
             if "left out" in self.habits and h.shape[1] > 4 and i == 3:
                 continue
-            given = {"sums": sums, "notes": notes, "earlier": list(made), "mask": x if i % 2 else x * 2}
+            given = {"sums": sums, "notes": notes, "earlier": list(made), "mask": x if i % 2 else x * 2, "cache": cache}
             asked = {"appends": "sums", "remembers": "notes", "remembers by index": "notes"}
-            asked |= {"earlier": "earlier", "mask": "mask"}
+            asked |= {"earlier": "earlier", "mask": "mask", "cache": "cache", "looks into a cache": "cache"}
             given = {key: given[key] for habit, key in asked.items() if habit in self.of_layers}
             try:
                 h, beside = self._call(layer, i, h, given)
@@ -224,6 +236,9 @@ class Model(nn.Module):
         h = h + made[1] if "late use" in self.habits else h
         h = torch.stack(made).mean(0) if "stack" in self.habits else h
         loss = loss + sum(layer.last for layer in layers) if "keeps" in self.of_layers else loss
+        if "reads a cache" in self.habits:
+            slots = [each for each in cache.layers if each.is_initialized]
+            loss = loss + sum((i + 1) * each.values.mean() for i, each in enumerate(slots))
         return torch.tanh(h).square().mean() + torch.tanh(loss + sum(sums) + sum(notes.values()))
 
     def _call(self, layer: Any, at: int, h: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
