@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import fzero
 from fzero import FzeroError, tree
+from fzero.tracing.layers import Layers
 from property_tests.random_layers.layers import HABITS, MODEL_HABITS, WIDTH, Model
 
 RATE, ROWS, RANKS = 1e-3, 4, 2
@@ -98,8 +102,23 @@ def train_sharded(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, dict(zip(tree.paths(whole), tree.leaves(whole)))
 
 
+@contextmanager
+def count_copies() -> Iterator[list[int]]:
+    """Within, a list gets an item for each layer that is copied."""
+    found, copy = list[int](), Layers._copy
+
+    def note(self: Layers, run: Any, template: Any) -> Any:
+        found.append(1)
+        return copy(self, run, template)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layers, "_copy", note)
+        yield found
+
+
 def judge(seed: int) -> tuple[int, str, str]:
-    """`(seed, verdict, detail)`: equal, refused, wrong or raw. "untried" where plain torch refuses the model."""
+    """`(seed, verdict, detail)`: equal, refused, wrong or raw; "copied" where it is equal, and layers were copied;
+    "untried" where plain torch refuses the model."""
     torch.set_num_threads(1)
     case = draw_case(seed)
     try:
@@ -107,7 +126,8 @@ def judge(seed: int) -> tuple[int, str, str]:
     except (RuntimeError, AttributeError) as error:  # a layer that was left out has kept nothing
         return seed, "untried", str(error)
     try:
-        got_losses, got = train_sharded(case)
+        with count_copies() as copies:
+            got_losses, got = train_sharded(case)
     except FzeroError as error:
         return seed, "refused", str(error)
     except Exception as error:
@@ -117,4 +137,4 @@ def judge(seed: int) -> tuple[int, str, str]:
         torch.testing.assert_close(got, {name: params[name] for name in got}, rtol=1e-10, atol=1e-12)
     except AssertionError as error:
         return seed, "wrong", str(error)[:300]
-    return seed, "equal", ""
+    return seed, "copied" if copies else "equal", ""

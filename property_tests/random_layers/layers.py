@@ -154,8 +154,9 @@ class Layer(nn.Module):
         h = torch.tanh(self.linear(self.norm(x)))
         for habit in self.habits:
             h = HABITS[habit](self, h, given)
-        pair = x + h, (h.mean() if self.index % 2 or self.returns == "pair" else None)
-        return x + h if self.returns == "tensor" else pair
+        if self.returns == "tensor":
+            return x + h
+        return x + h, (h.mean() if self.returns == "pair" or self.index % 2 else None)
 
 
 class Other(Layer):
