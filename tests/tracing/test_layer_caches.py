@@ -181,31 +181,17 @@ CASES: dict[str, tuple[int, Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_program_is_that_of_layers_that_run(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, do, make, read = CASES[case]
+def count_copies(model: Model, monkeypatch: pytest.MonkeyPatch, catch: Any = ()) -> int:
+    """How many layers of a model are copied. The program is that of a trace without copies. A step that catches an
+    error goes on without the model."""
     torch.manual_seed(0)
-    params, apply = fzero.lower(Model(do, make, read))
-    given = fzero.partition(params, MESH), torch.zeros(3, WIDTH)
-
-    def step(params: Any, x: Tensor) -> Any:
-        return fzero.value_and_grad(lambda params: apply(params, x))(params)
-
-    with_copies, copied = count(lambda: trace(step, given, MESH), monkeypatch)
-    without = trace(step, given, MESH, copies=False)
-    assert describe_trace(with_copies) == describe_trace(without)
-    assert copied == copies
-
-
-def test_a_step_that_catches_what_an_index_raises_is_traced_with_ints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error leaves the layer, and the step goes on without it."""
-    params, apply = fzero.lower(Model(by_product, DynamicCache, nothing))
+    params, apply = fzero.lower(model)
     given = fzero.partition(params, MESH), torch.zeros(3, WIDTH)
 
     def loss_of(params: Any, x: Tensor) -> Tensor:
         try:
             return apply(params, x)
-        except TypeError:
+        except catch:
             return x.sum() * 0.0
 
     def step(params: Any, x: Tensor) -> Any:
@@ -213,7 +199,23 @@ def test_a_step_that_catches_what_an_index_raises_is_traced_with_ints(monkeypatc
 
     with_copies, copied = count(lambda: trace(step, given, MESH), monkeypatch)
     assert describe_trace(with_copies) == describe_trace(trace(step, given, MESH, copies=False))
-    assert copied == 0
+    return copied
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_is_that_of_layers_that_run(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, *how = CASES[case]
+    assert count_copies(Model(*how), monkeypatch) == copies
+
+
+def test_a_step_that_catches_what_an_index_raises_is_traced_with_ints(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count_copies(Model(by_product, DynamicCache, nothing), monkeypatch, TypeError) == 0
+
+
+def test_layers_whose_index_is_not_their_position_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model(attend, make_slots, sum_of_slots)
+    model.layers[1].index, model.layers[2].index = 2, 1
+    assert count_copies(model, monkeypatch) == LAYERS - 4
 
 
 def test_a_llama_with_its_cache_trains_at_each_length_as_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
