@@ -44,7 +44,8 @@ _UNLIKE_TRACED = frozenset(
         x.partition(".")
         for x in """
         native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit.no_stats
-        _batch_norm_with_update batch_norm_backward native_layer_norm_backward native_dropout_backward
+        _batch_norm_with_update batch_norm_backward native_group_norm native_group_norm_backward
+        native_layer_norm_backward native_dropout_backward
         binary_cross_entropy_backward mse_loss_backward huber_loss_backward smooth_l1_loss_backward
         _log_softmax_backward_data log_sigmoid_forward softplus_backward hardsigmoid_backward hardswish_backward
         hardtanh_backward logit_backward pow.Scalar div.Tensor_mode copysign.Tensor logaddexp xlogy.Tensor
@@ -53,8 +54,9 @@ _UNLIKE_TRACED = frozenset(
         """.split()
     )
 )
-"""Operations whose results have other strides than torch says while it traces, where operands are not contiguous."""
-_BATCH_NORMS = frozenset(func for func in _UNLIKE_TRACED if "batch_norm" in func.__name__)
+"""Operations whose results have other strides than torch says while it traces, where operands are not contiguous; and
+group norms, which refuse operands whose strides are no memory format."""
+_IMAGE_NORMS = frozenset(x for x in _UNLIKE_TRACED if "batch_norm" in x.__name__ or "group_norm" in x.__name__)
 """Those of them whose results have their channels last where all operands have."""
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 """Operations to which torch gives other strides along dimensions of size 1 while it traces."""
@@ -111,7 +113,7 @@ class TraceMode(DispatchMode):
         self._progress.count(line)
         set_stack_trace([line])
         regions.set_mark(get_current_meta(), regions.current_mark())
-        if func in _UNLIKE_TRACED and not (func in _BATCH_NORMS and _are_channels_last(args)):
+        if func in _UNLIKE_TRACED and not (func in _IMAGE_NORMS and _are_channels_last(args)):
             args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
         if func in BY_INDEX:
             args = args[0], [_to_mask(x) for x in args[1]], *args[2:]
@@ -181,9 +183,11 @@ def _to_mask(index: Any) -> Any:
 
 
 def _are_channels_last(args: Any) -> bool:
-    """Whether all images among operands have their channels last in memory."""
+    """Whether all images among operands have their channels last in memory, whatever torch says while it traces of
+    strides along a dimension of size 1."""
     images = [x for x in args if isinstance(x, Tensor) and x.ndim == 4]
-    return bool(images) and all(x.is_contiguous(memory_format=torch.channels_last) for x in images)
+    formats = [1 not in x.shape and x.is_contiguous(memory_format=torch.channels_last) for x in images]
+    return bool(formats) and all(formats)
 
 
 def _correct_strides(x: Tensor, view: Tensor, node: Any) -> None:

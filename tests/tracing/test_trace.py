@@ -105,6 +105,21 @@ def test_views_have_the_strides_that_torch_mistakes_along_dimensions_of_size_1()
     assert torch.equal(fzero.simulate(step, VirtualMesh(fsdp=1))(x), step(x))
 
 
+def test_one_image_behind_a_view_has_its_group_norm_and_the_gradient_of_it() -> None:
+    """torch says while it traces that twice the view has its channels last, and its kernel refuses what it gets."""
+
+    def norm(x: Tensor) -> Tensor:
+        return F.group_norm(2 * x.mT.view(len(x), 8, 4, 4), 4)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm(x), torch.func.grad(lambda x: norm(x).pow(3).sum())(x)
+
+    simulated = fzero.simulate(step, VirtualMesh(fsdp=1))
+    for images in (1, 2):
+        x = torch.rand(images, 16, 8, dtype=torch.float64)
+        torch.testing.assert_close(simulated(x), step(x))
+
+
 def test_arguments_are_state_by_bucket_and_leaf_or_batch() -> None:
     program = on_layer(lambda p, x: x).trace()
     assert program.arguments == (
