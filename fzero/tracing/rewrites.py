@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero.base.errors import FzeroError
 from fzero.base.symbols import is_open
-from fzero.base.torch_private import FakeTensor, assert_later, depth, unwrap
+from fzero.base.torch_private import FakeTensor, assert_later, depth, storage_key, unwrap
 from fzero.base.torch_private_functions import MATMUL_READS_SIZES, requires_grad, unflatten_linear
 from fzero.base.user_line import current_user_line
 from fzero.tracing.ctc import ctc_loss
@@ -128,14 +128,22 @@ def _count_axes(keys: tuple[Any, ...]) -> int:
 
 
 def _set_attribute(func: Callable[..., Any], x: Tensor, value: Any) -> None:
-    """`x.data = value` and its like. Refuses to put a value of the trace into a tensor from outside of the step."""
+    """`x.data = value` and its like. `x.data = x.data.to(device)` changes nothing where x is there. Refuses to put a
+    value of the trace into a tensor from outside of the step."""
     if func == _SET_DATA and isinstance(x, Tensor) and not isinstance(x, Sharded):
-        if value is x:
+        if value is x or (isinstance(value, Tensor) and _is_same_memory(unwrap(x), unwrap(value))):
             return
         if not isinstance(unwrap(x), FakeTensor):
             problem = "the data of a tensor from outside of the step is replaced, as the conversion of a module does"
             raise FzeroError(current_user_line(), problem, "convert modules, and fill tensors, before the step")
     return func(x, value)
+
+
+def _is_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    if type(x) is not type(y) or isinstance(x, Sharded) or storage_key(x) != storage_key(y):
+        return False
+    return (x.dtype, x.shape, x.stride(), x.storage_offset()) == (y.dtype, y.shape, y.stride(), y.storage_offset())
 
 
 def _tensor(func: Callable[..., Any], data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:

@@ -48,7 +48,7 @@ _KNOWN = {
     "call backward() outside": _BACKWARD,
     "mutating directly with `.data`": (
         "the data of a tensor is replaced inside of a gradient, as the constructor of a module does",
-        "make modules outside of the step",
+        "make modules outside of the step, and compute with the new value here",
     ),
     "Couldn't swap": ("a module is converted inside of the step", "convert it, or make it, outside of the step"),
     "mutate a captured Tensor": (

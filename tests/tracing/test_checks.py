@@ -220,6 +220,35 @@ def test_the_data_of_a_captured_tensor_is_not_replaced(differentiate: Callable[.
     assert torch.equal(kept, torch.ones(3, dtype=torch.float64))
 
 
+class Proxies(torch.nn.Module):
+    """A module that moves its parameter to its input, as losses of metric learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).reshape(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.w.data = self.w.data.to(device=x.device, dtype=x.dtype)
+        return (x @ self.w).tanh().mean()
+
+
+def test_data_is_replaced_by_itself() -> None:
+    module, x = Proxies(), torch.linspace(0.0, 2.0, 24, dtype=torch.float64).reshape(6, 4)
+    whole, apply = fzero.lower(module)
+    loss, grads = fzero.simulate(fzero.value_and_grad(apply), MESH)(fzero.partition(whole, MESH), x)
+    expected = module(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(fzero.unpartition(grads)["w"], module.w.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_data_that_differs_is_not_replaced() -> None:
+    whole, apply = fzero.lower(Proxies().float())
+    x = torch.ones(6, 4, dtype=torch.float64)
+    with pytest.raises(FzeroError, match="self.w.data = .*the data of a tensor is replaced inside of a gradient"):
+        fzero.simulate(fzero.value_and_grad(apply), MESH)(fzero.partition(whole, MESH), x)
+
+
 @pytest.mark.parametrize("differentiate", [fzero.grad, lambda loss: loss])
 def test_a_module_is_not_converted_in_a_step(differentiate: Callable[..., Any]) -> None:
     captured = torch.nn.Linear(3, 3)

@@ -11,7 +11,7 @@ from test_layer_copies import LAYERS, MESH, WIDTH, count
 from torch import Tensor, nn
 from torch.nn import functional as F
 from traces import describe_trace
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers.cache_utils import DynamicLayer
 
 import fzero
@@ -152,6 +152,14 @@ def make_odd_slots() -> DynamicCache:
     return cache
 
 
+def make_two() -> EncoderDecoderCache:
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def attend_of_two(self: Any, keys: Tensor, values: Tensor, cache: Any) -> Tensor:
+    return attend(self, keys, values, cache.self_attention_cache)
+
+
 ALL = LAYERS - 2
 CASES: dict[str, tuple[int, Any, Any, Any]] = {
     "slots that are made when they are written to": (ALL, attend, DynamicCache, nothing),
@@ -174,6 +182,7 @@ CASES: dict[str, tuple[int, Any, Any, Any]] = {
     "an attribute of the cache": (0, note_in_cache, DynamicCache, lambda cache: sum(cache.noted)),
     "slots with keys": (0, attend, make_filled, sum_of_slots),
     "a cache of a user": (0, attend, OddCache, nothing),
+    "a cache of an encoder and a decoder": (0, attend_of_two, make_two, nothing),
     "slots of a user": (0, attend, make_odd_slots, nothing),
     "no cache": (ALL, lambda self, keys, values, cache: keys, lambda: None, nothing),
     "a cache that nobody writes to": (0, lambda self, keys, values, cache: keys, DynamicCache, nothing),
