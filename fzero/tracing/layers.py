@@ -176,7 +176,7 @@ class Layers:
         entered = EnterLayer.apply(run, *operands.list_followed()) if operands.followed else ()
         surroundings = ReadGlobals()
         differing = {} if known is not None else find_differing(call.layers, call.at)
-        attributes, children = {each for found in differing.values() for each in found}, call.list_layers()
+        attributes = {each for found in differing.values() for each in found}
         contents = HeldContents()
         contents.add(operands.layer)
         read = ReadAttributes(operands.layer, attributes, None if operands.cache is None else call.at)
@@ -208,11 +208,7 @@ class Layers:
             if find_captures(list(entered), [results.tensors[i] for i in results.followed]):
                 raise Uncopied("differentiates by what it captures")
             if known is None:
-                members = {
-                    at: found
-                    for at, found in differing.items()
-                    if at > call.at and not found & read.list_read() and has_index(children[at], read.indices, at)
-                }
+                members = _find_members(call, differing, read)
                 if len(members) + 1 < FEWEST or not (surroundings.is_known and contents.is_known):
                     raise Uncopied("has too few like it")
                 if surroundings.holds(run.buffers):
@@ -365,3 +361,12 @@ class Layers:
 
 MOST = 3
 """Layers of a list that may turn out to have too few like them."""
+
+
+def _find_members(
+    call: LayerCall, differing: Mapping[int, set[Attribute]], read: ReadAttributes
+) -> dict[int, set[Attribute]]:
+    """Of the layers behind the called one that differ in some attributes, those that differ in nothing it has read."""
+    layers, seen = call.list_layers(), read.list_read()
+    behind = ((at, found) for at, found in differing.items() if at > call.at and not found & seen)
+    return {at: found for at, found in behind if has_index(layers[at], read.indices, at)}
