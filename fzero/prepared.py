@@ -81,7 +81,7 @@ def explain(cache: list[TracedCall], signature: Any, is_full: bool) -> str:
     """Why none of the programs in `cache` fits arguments of this signature; for a full cache, what keeps changing."""
     for known in cache:
         if known.signature == signature:
-            changed = ", ".join(value.name for value in known.watches if not value.is_unchanged)
+            changed = ", ".join(value.changed for value in known.watches if not value.is_unchanged)
             return f"it reads {changed}, which changed since its last trace; give it as an argument"
     read = cache[0].lines
     if is_full:

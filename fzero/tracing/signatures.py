@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.base import tree
 from fzero.base.frozen import is_frozen
 from fzero.program.readings import Found, flatten
-from fzero.tracing.watches import describe_value
+from fzero.tracing.read_objects import describe_value
 from fzero.values.sharded import Form, Sharded
 
 Signature = tuple[Any, tree.TreeDef, list[Any]]

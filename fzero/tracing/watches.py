@@ -15,79 +15,64 @@ list of objects.
 
 from __future__ import annotations
 
-import dis
 import functools
-import weakref
+import os
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
-from numbers import Number
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from importlib.util import resolve_name
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fzero.base.changes import list_defaults
+from fzero.base.installed import is_installed
 from fzero.base.torch_private import version_of
 from fzero.program.program import Program
+from fzero.tracing.code_paths import Names, find_names, find_paths, has_fills
+from fzero.tracing.read_objects import (
+    CONTAINERS,
+    HELD,
+    SETTINGS,
+    VALUES,
+    ReadObject,
+    describe_entries,
+    describe_value,
+    is_computed,
+    is_of_user,
+    is_watched,
+    writes_attributes,
+)
+from fzero.values.lowering import Apply, StatefulApply
 
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, Number)
+_ABSENT = object()
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
-_HELD = (Tensor, FunctionType, BuiltinFunctionType, functools.partial)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
 _READS = ("get", "items", "keys", "values", "index", "count", "copy")
 """Methods by which code reads a container."""
-_MOST_ENTRIES = 64  # of a container that is looked at
-_LIBRARIES = frozenset({"torch", "fzero", "optree", "einops", "numpy"})
-"""Packages whose functions read no values of the user but those in their closures."""
 _MOST = 1000  # functions that are looked at
 
 
 class Watch(NamedTuple):
-    """A value as it was when a step was traced. `read` returns the present one; `name` is the user's name for it."""
+    """A value as it was when a step was traced. `read` returns the present one, and `describe` makes a key of it;
+    `name` is the user's name for it."""
 
     name: str
     read: Callable[[], Any]
     key: Any
+    describe: Callable[[Any], Any] = describe_entries
 
     @property
     def is_unchanged(self) -> bool:
-        return _describe_entries(self.read()) == self.key
+        return self.describe(self.read()) == self.key
 
-
-class _Identity:
-    """Equal for the same object only. Does not keep the object alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._ref = weakref.ref(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._ref() is not None and self._ref() is other._ref()
-
-
-def describe_value(value: Any) -> Any:
-    """A key that is equal for values that make equal programs.
-
-    1, 1.0 and True differ, and so do 0.0 and -0.0. NaN equals itself. Two tensors differ, and so do two functions. A
-    plain object is known by its attributes that are such values, or tuples of them.
-    """
-    if isinstance(value, _HELD):
-        return _Identity(value)
-    if isinstance(value, (*_VALUES, type)) or not hasattr(value, "__dict__"):
-        is_rounded = isinstance(value, Number) and not isinstance(value, int)
-        return type(value), repr(value) if is_rounded else value
-    attributes = vars(value).items()
-    held = {k: describe_value(v) for k, v in attributes if isinstance(v, _VALUES)}
-    return type(value), value, held | {k: _describe_entries(v) for k, v in attributes if type(v) is tuple}
-
-
-def _describe_entries(value: Any, depth: int = 3) -> Any:
-    """A key that is equal for containers of equal values: of other objects, their classes."""
-    if not isinstance(value, _CONTAINERS):
-        return describe_value(value) if isinstance(value, (*_VALUES, *_HELD)) else type(value)
-    if len(value) > _MOST_ENTRIES or not depth:
-        return type(value)
-    return type(value), [_describe_entries(x, depth - 1) for x in (value.items() if isinstance(value, dict) else value)]
+    @property
+    def changed(self) -> str:
+        """The names of what has changed in it."""
+        now = self.describe(self.read())
+        if not isinstance(self.key, dict):
+            return self.name
+        return ", ".join(name for name in {**self.key, **now} if self.key.get(name, _ABSENT) != now.get(name, _ABSENT))
 
 
 def watch_elements(program: Program, watches: Iterable[Watch]) -> list[Watch]:
@@ -107,24 +92,73 @@ def watch_elements(program: Program, watches: Iterable[Watch]) -> list[Watch]:
 
 def find_watches(fn: Callable[..., Any]) -> list[Watch]:
     """Watches of the values that `fn` reads from its surroundings."""
-    found: dict[tuple[Any, str], Watch] = {}
-    queue, seen = [fn], set[Any]()
-    while queue and len(seen) < _MOST:
-        each = queue.pop()
+    search = _Search()
+    search.follow([fn])
+    return search.list_watches()
+
+
+class _Search:
+    """Functions that are followed, from each to what it names, and the values that they read."""
+
+    def __init__(self) -> None:
+        self._seen = set[Any]()
+        self._found = dict[Any, Watch]()
+        self._objects = dict[Any, tuple[str, _Read]]()
+        self._names = Names(frozenset(), frozenset(), frozenset())
+
+    def follow(self, waiting: list[Any]) -> None:
+        """Follow functions, then those that may be called by way of the objects that these hand on."""
+        count = -1
+        while len(self._seen) > count:
+            count = len(self._seen)
+            while waiting and len(self._seen) < _MOST:
+                waiting += self._enter(waiting.pop())
+            names, objects = self._names, list(self._objects.values())
+            waiting += (x for name, read in objects for x in ReadObject(name, read(), names).functions)
+
+    def _enter(self, each: Any) -> list[Any]:
+        """Take what a value reads, if it is a function, and return what it leads to."""
         function, _, given = _find_function(each)
-        key = id(function or each), id(getattr(each, "__self__", None)), isinstance(each, functools.partial)
-        if key in seen:
-            continue
-        seen.add(key)
-        queue += _list_parts(each)
-        if function is not None and _is_of_user(function):
-            kinds = (*_VALUES, *_HELD, *(() if _fills(function.__code__) else _CONTAINERS))
-            for name, read in _list_variables(function, given):
-                value = read()
-                if isinstance(value, kinds):
-                    found[key, name] = Watch(name, read, _describe_entries(value))
-                queue.append(value)
-    return list(found.values())
+        owner = each.__self__ if isinstance(each, MethodType) else None
+        key = id(function or each), id(owner), isinstance(each, functools.partial)
+        if key in self._seen:
+            return []
+        self._seen.add(key)
+        found = list(_list_parts(each))
+        if function is None or not is_of_user(function):
+            return found
+        self._note_names(function)
+        kinds = (*VALUES, *HELD, *SETTINGS, *(() if has_fills(function.__code__) else CONTAINERS))
+        for name, read, is_written in _list_variables(function, given):
+            value = read()
+            if is_written and isinstance(value, kinds):
+                continue
+            if isinstance(value, kinds):
+                self._found[key, name] = Watch(name, read, describe_entries(value))
+            if isinstance(value, CONTAINERS) <= isinstance(value, kinds) and not isinstance(value, (*VALUES, *HELD)):
+                self._objects[key, name] = name, read
+            found.append(value)
+        return found
+
+    def _note_names(self, function: FunctionType) -> None:
+        mine, known = find_names(function.__code__), self._names
+        written = mine.written if writes_attributes(function) else frozenset[str]()
+        self._names = Names(known.read | mine.read, known.written | written, known.filled | mine.filled)
+
+    def list_watches(self) -> list[Watch]:
+        """The watches of all that was found, those of objects by the names in all code."""
+        names, done = self._names, set[Any]()
+
+        def describe(name: str, value: Any) -> dict[str, Any]:
+            return ReadObject(name, value, names).values
+
+        for key, (name, read) in self._objects.items():
+            value = read()
+            if (id(value), name) in done or not (found := describe(name, value)):
+                continue
+            done.add((id(value), name))
+            self._found[key] = Watch(name, read, found, functools.partial(describe, name))
+        return list(self._found.values())
 
 
 _Read = Callable[[], Any]
@@ -162,14 +196,21 @@ def _list_parts(x: Any) -> Iterable[Any]:
         return *(_read_cell(cell) for cell in x.__closure__ or ()), *list_defaults(x).values()
     if isinstance(x, MethodType):
         return _list_parts(x.__func__)
+    if isinstance(x, functools._lru_cache_wrapper):
+        return (x.__wrapped__,)
+    if isinstance(x, (Apply, StatefulApply)):  # whose modules are copies that nobody changes
+        own = (cls for each in x.list_classes() for cls in each.__mro__ if _is_own(cls))
+        return [fn for cls in own for fn in vars(cls).values() if isinstance(fn, FunctionType)]
     if isinstance(x, (tuple, list)):
         return [part for part in x if isinstance(part, (*_FUNCTIONS, tuple, list))]
     call = getattr(type(x), "__call__", None)  # noqa: B004  a method of the class, to follow
-    return (MethodType(call, x),) if isinstance(call, FunctionType) and _is_of_user(call) else ()
+    return (MethodType(call, x),) if isinstance(call, FunctionType) and is_of_user(call) else ()
 
 
-def _is_of_user(fn: FunctionType) -> bool:
-    return (fn.__module__ or "").partition(".")[0] not in _LIBRARIES
+def _is_own(cls: type) -> bool:
+    """Whether a class is of a file of the user's, and of no installed package."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return cls.__module__ == "__main__" or (file is not None and not is_installed(file) and is_watched(cls))
 
 
 def _read_cell(cell: Any) -> Any:
@@ -179,127 +220,63 @@ def _read_cell(cell: Any) -> Any:
         return None
 
 
-class _Path(NamedTuple):
-    """`root.a["b"]` in the code of a function: the root is a "LOCAL", "CELL" or "GLOBAL" variable."""
-
-    kind: str
-    root: str
-    steps: tuple[tuple[bool, Any], ...]  # (whether it is an item, its name)
-
-    def __str__(self) -> str:
-        return self.root + "".join(f"[{name!r}]" if is_item else f".{name}" for is_item, name in self.steps)
-
-
-def _list_variables(fn: FunctionType, given: dict[str, _Read]) -> Iterator[tuple[str, _Read]]:
-    """`(path, function that reads it)` of each path in the code of a function, whose parameters are `given` or not."""
+def _list_variables(fn: FunctionType, given: dict[str, _Read]) -> Iterator[tuple[str, _Read, bool]]:
+    """`(path, function that reads it, whether the code writes it)` of each path in the code of a function, whose
+    parameters are `given` or not."""
     closed = zip(fn.__code__.co_freevars, fn.__closure__ or ())
     cells = {name: functools.partial(_read_cell, cell) for name, cell in closed}
     root: _Read | None
-    for path in _list_paths(fn.__code__):
+    paths = find_paths(fn.__code__)
+    for path in (*paths.read, *paths.written):
         if path.kind == "GLOBAL":
             root = functools.partial(fn.__globals__.get, path.root) if path.root in fn.__globals__ else None
+        elif path.kind == "MODULE":
+            root = functools.partial(_find_module, path.root, fn.__globals__.get("__package__"))
         else:
             root = given.get(path.root) or (cells.get(path.root) if path.kind == "CELL" else None)
         if root is not None:
-            yield str(path), functools.partial(_follow, root, path.steps)
+            yield str(path), functools.partial(_follow, root, path.steps), path in paths.written
+
+
+def _find_module(name: str, package: str | None) -> Any:
+    """The module that code in a package imports by a name."""
+    return sys.modules.get(resolve_name(name, package) if name[:1] == "." and package else name)
 
 
 def _follow(root: Callable[[], Any], steps: tuple[tuple[bool, Any], ...]) -> Any:
     """The value at a path, or the first one on it that is no plain object, dict, list or tuple: a container of which a
-    method is called, the function of a property. None where it ends.
+    method is called, the function of a property, an object whose class computes what it has. None where it ends.
 
     Attributes are found without a call of properties and `__getattr__`, which may do anything.
     """
     value: Any = root()
     for is_item, name in steps:
-        is_method = not is_item and name in _READS and isinstance(value, _CONTAINERS)
-        if is_method or isinstance(value, (*_VALUES, Tensor, *_FUNCTIONS)):
+        is_method = not is_item and name in _READS and isinstance(value, (*CONTAINERS, *SETTINGS))
+        if is_method or isinstance(value, (*VALUES, Tensor, *_FUNCTIONS)):
             return value
+        held = getattr(value, "__dict__", {})
         if is_item:
-            is_row = isinstance(value, (list, tuple)) or type(value).__module__ == "numpy"
-            found = isinstance(value, dict) or (is_row and isinstance(name, int))
+            is_row = isinstance(value, (list, tuple, deque)) or type(value).__module__ == "numpy"
+            if not (isinstance(value, (dict, type(os.environ))) or (is_row and isinstance(name, int))):
+                return value if hasattr(type(value), "__getitem__") and is_watched(value) else None
             try:
-                value = value[name] if found else None
+                value = value[name]
             except LookupError:
                 return None
-        elif name in getattr(value, "__dict__", ()):
-            held = vars(value)[name]
-            if isinstance(value, ModuleType) and isinstance(held, BuiltinFunctionType):
+        elif name in held and not isinstance(value, type):
+            if isinstance(value, ModuleType) and isinstance(held[name], BuiltinFunctionType):
                 return value  # which keeps it: torch.tanh
-            value = held
+            value = held[name]
         else:
-            owner = value
-            value = next((vars(cls)[name] for cls in type(value).__mro__ if name in vars(cls)), None)
-            if isinstance(value, (FunctionType, MemberDescriptorType)) or name in getattr(owner, "_fields", ()):
-                value = value.__get__(owner)  # a method, a slot, a field of a NamedTuple
-            elif isinstance(value, property) and isinstance(value.fget, FunctionType):
+            owner, is_class = value, isinstance(value, type)
+            classes = (owner if is_class else type(owner)).__mro__
+            value = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
+            if isinstance(value, property) and isinstance(value.fget, FunctionType) and not is_class:
                 return MethodType(value.fget, owner)
+            is_bound = isinstance(value, (FunctionType, MemberDescriptorType))
+            is_bound |= name in getattr(type(owner), "_fields", ())
+            if isinstance(value, (classmethod, staticmethod)) or (is_bound and not is_class):
+                value = value.__get__(None if is_class else owner, owner if is_class else type(owner))
+            elif value is None or hasattr(type(value), "__get__"):
+                return owner if is_computed(type(owner)) and is_watched(owner) else value  # type: ignore[arg-type]
     return value
-
-
-_ROOTS = {"LOAD_FAST": "LOCAL", "LOAD_DEREF": "CELL", "LOAD_CLASSDEREF": "CELL", "LOAD_GLOBAL": "GLOBAL"}
-
-
-_WRITES = ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR")
-_MOST_ALIASES = 3  # of `a = config.a; b = a.b; c = b.c`
-
-
-@functools.lru_cache(maxsize=4096)
-def _fills(code: CodeType) -> bool:
-    """Whether a code writes an entry of some container, which may be a cache."""
-    return any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for each in dis.get_instructions(code))
-
-
-@functools.lru_cache(maxsize=4096)
-def _list_paths(code: CodeType) -> frozenset[_Path]:
-    """The paths in the code of a function, and in that of the functions inside it. Without the variables and attributes
-    that the code itself writes: it would be traced at each call for a count of its calls."""
-    found, aliases = _read_code(code)
-    for _ in range(_MOST_ALIASES):
-        found |= {
-            path._replace(kind=other.kind, root=other.root, steps=other.steps + path.steps)
-            for path in found
-            for other in aliases.get(path.root, ())
-            if path.kind != "GLOBAL" and path.steps
-        }
-    return frozenset(found)
-
-
-def _read_code(code: CodeType, is_inner: bool = False) -> tuple[set[_Path], dict[str, set[_Path]]]:
-    """The paths in a code and in the functions inside it, whose parameters are their own; and local variables, each
-    with the paths that are stored in it."""
-    found: set[_Path] = set()
-    aliases: dict[str, set[_Path]] = {}
-    instructions = list(dis.get_instructions(code))
-    written = {(each.opname == "STORE_ATTR", each.argval) for each in instructions if each.opname in _WRITES}
-    path: _Path | None = None
-    item: Any = None
-    for each in instructions:
-        is_pair = isinstance(each.argval, tuple) and "FAST" in each.opname  # two variables in one instruction
-        name = each.argval[-1] if is_pair else each.argval
-        kind = next((_ROOTS[root] for root in _ROOTS if each.opname.startswith(root)), None)
-        if path is not None and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            path = path._replace(steps=(*path.steps, (False, name)))
-        elif path is not None and each.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            item = name if item is None else item
-        elif path is not None and (each.opname == "BINARY_SUBSCR" or each.argrepr == "[]") and item is not None:
-            path, item = path._replace(steps=(*path.steps, (True, item))), None
-        else:
-            if path is not None:
-                is_stored = each.opname.startswith(("STORE_FAST", "STORE_DEREF")) and item is None
-                is_asked = each.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and isinstance(item, str)  # getattr
-                if is_stored:
-                    aliases.setdefault(each.argval[0] if is_pair else name, set()).add(path)
-                found |= {path, *([path._replace(steps=(*path.steps, (False, item)))] if is_asked else [])}
-            path, item = _Path(kind, name, ()) if kind else None, None
-    found = {
-        path for path in found if (bool(path.steps), path.steps[-1][1] if path.steps else path.root) not in written
-    }
-    if is_inner:
-        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        found = {path for path in found if path.kind != "LOCAL" or path.root not in parameters}
-    for inner, stored in (_read_code(x, True) for x in code.co_consts if isinstance(x, CodeType)):
-        found |= inner
-        for name, paths in stored.items():
-            aliases.setdefault(name, set()).update(paths)
-    return found, aliases

@@ -117,6 +117,10 @@ class Apply:
         """The paths of the lowered module's parameters that still live, by the key of their memory."""
         return self._function.find_lowered()
 
+    def list_classes(self) -> list[type[nn.Module]]:
+        """The classes of the lowered module and of those in it."""
+        return self._function.list_classes()
+
     def __repr__(self) -> str:
         return f"Apply({self._function.name}, {self._params})"
 
@@ -144,6 +148,10 @@ class StatefulApply:
     def find_lowered(self) -> dict[int, str]:
         """As `Apply.find_lowered`."""
         return self._function.find_lowered()
+
+    def list_classes(self) -> list[type[nn.Module]]:
+        """As `Apply.list_classes`."""
+        return self._function.list_classes()
 
     def __repr__(self) -> str:
         return f"StatefulApply({self._function.name}, {self._params}, {len(self._buffers.paths)} buffers)"
@@ -209,6 +217,9 @@ class _Function:
         alive = ((path, ref()) for path, ref in self._modules)
         own = [pair for path, each in alive if each for pair in each.named_parameters(path, recurse=False)]
         return {torch_private.storage_key(x): path for path, x in own if has_storage(x)}
+
+    def list_classes(self) -> list[type[nn.Module]]:
+        return self._skeleton.list_classes()
 
     def call(
         self, given: dict[str, Tensor], mutable: Container[str], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -49,6 +49,10 @@ class Skeleton:
         contents = [(name.lstrip("."), value, take_content(value)) for name, value in held if _is_container(value)]
         self._containers = [(name, value) for name, value, content in contents if content is not None]
 
+    def list_classes(self) -> list[type[nn.Module]]:
+        """The classes of the module and of those in it, each once."""
+        return list(dict.fromkeys(map(type, self._modules.values())))
+
     def call(self, given: Mapping[str, Tensor], args: Any, kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
         """The module's output with the tensors `given` by name, and these tensors after the call.
 

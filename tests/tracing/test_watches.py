@@ -16,7 +16,8 @@ from torch import Tensor
 
 import fzero
 from fzero import optim
-from fzero.tracing.watches import describe_value, find_watches
+from fzero.tracing.read_objects import describe_value
+from fzero.tracing.watches import find_watches
 
 rate = 2.0
 settings = {"rate": 2.0, "unread": 0.0}

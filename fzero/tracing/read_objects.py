@@ -1,0 +1,223 @@
+"""Read objects: of objects that code hands on, the values that code may read of them, by the names in that code.
+
+    def loss(config, out, y): return out.sub(y).abs().mean() * config.scale
+
+    loss(config, ...) in a step  ->  {"config.scale": 2.0}: `scale` is a name in code that the step reaches
+
+An attribute that no code names may change: a count of epochs, or a log. So may one that this code writes itself, and a
+container that it fills.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from enum import Enum
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.tracing.code_paths import Names
+
+VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, Number)
+HELD = (Tensor, FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+SETTINGS = (ContextVar, type(os.environ))
+"""Values of which code reads what they have at the moment."""
+LIBRARIES = frozenset({"torch", "fzero", "optree", "einops", "numpy"})
+"""Packages whose functions read no values of the user but those in their closures."""
+_CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
+"""Beginnings of names of modules that call methods of classes of the user."""
+_MOST_ENTRIES = 64  # of a container that is looked at
+_MOST_VALUES = 1000  # of an object
+_DEPTH = 5
+_FIRST = frozenset({"__init__", "__new__", "__post_init__"})
+"""Methods that write the attributes of a new object."""
+_IMPLICIT = _FIRST | {f"__{name}__" for name in """
+    add bool call contains enter eq exit float ge getattr getattribute getitem gt index int iter le len lt mul neg next
+    pow radd rmul rpow rsub rtruediv sub torch_function truediv
+""".split()} | {"forward"}  # fmt: skip
+"""Methods that code calls without their names."""
+_COMPUTES = frozenset({"__getattr__", "__getattribute__", "__getitem__", "__iter__"})
+_UNSET = object()
+
+
+class _Identity:
+    """Equal for the same object only. Does not keep the object alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._ref = weakref.ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._ref() is not None and self._ref() is other._ref()
+
+
+def _identify(value: Any) -> Any:
+    """A key that is equal for the same object, or where nothing can refer to that weakly, for the same class."""
+    try:
+        return _Identity(value)
+    except TypeError:
+        return type(value)
+
+
+def describe_value(value: Any) -> Any:
+    """A key that is equal for values that make equal programs.
+
+    1, 1.0 and True differ, and so do 0.0 and -0.0. NaN equals itself. Two tensors differ, and so do two functions. A
+    plain object is known by its class and its attributes, what these hold included.
+    """
+    if isinstance(value, MethodType):
+        return _identify(value.__func__), _identify(value.__self__)
+    if isinstance(value, HELD):
+        return _identify(value)
+    if isinstance(value, (*VALUES, type)) or not hasattr(value, "__dict__"):
+        is_rounded = isinstance(value, Number) and not isinstance(value, int)
+        return type(value), repr(value) if is_rounded else value
+    attributes = vars(value).items()
+    held = {k: describe_value(v) for k, v in attributes if isinstance(v, VALUES)}
+    return type(value), value, held | {k: describe_entries(v) for k, v in attributes if type(v) is tuple}
+
+
+def describe_entries(value: Any, depth: int = 3) -> Any:
+    """A key that is equal for containers of equal values: of other objects, their classes."""
+    if isinstance(value, SETTINGS):
+        return _describe_setting(value)
+    if not isinstance(value, CONTAINERS):
+        return describe_value(value) if isinstance(value, (*VALUES, *HELD)) else type(value)
+    if len(value) > _MOST_ENTRIES or not depth:
+        return type(value)
+    return type(value), [describe_entries(x, depth - 1) for x in (value.items() if isinstance(value, dict) else value)]
+
+
+def _describe_setting(value: Any) -> Any:
+    return describe_entries(value.get(_UNSET)) if isinstance(value, ContextVar) else dict(value)
+
+
+class ReadObject:
+    """The values that code with these `names` may read of an object, and of what that holds: `values` by their paths,
+    and `functions` that may be called on the way."""
+
+    def __init__(self, name: str, value: Any, names: Names) -> None:
+        self.values, self.functions = dict[str, Any](), list[Callable[..., Any]]()
+        self._names, self._open = names, set[int]()  # objects that the present one lies in
+        self._add(name, value, 0)
+
+    def _add(self, path: str, value: Any, depth: int) -> None:
+        if len(self.values) >= _MOST_VALUES:
+            return
+        if isinstance(value, (*VALUES, *HELD)):
+            self.values[path] = describe_value(value)
+            if isinstance(value, (FunctionType, MethodType, functools.partial)):
+                self.functions.append(value)
+        elif isinstance(value, SETTINGS):
+            self.values[path] = _describe_setting(value)
+        elif isinstance(value, weakref.ref):
+            self._add(f"{path}()", value(), depth)
+        elif depth < _DEPTH and id(value) not in self._open:
+            self._open.add(id(value))
+            if isinstance(value, CONTAINERS):
+                self._add_entries(path, value, depth)
+            elif is_watched(value):
+                self._add_attributes(path, value, depth)
+            self._open.remove(id(value))
+
+    def _add_entries(self, path: str, value: Any, depth: int) -> None:
+        self.values[path] = type(value), len(value)
+        if len(value) > _MOST_ENTRIES:
+            return
+        if isinstance(value, (set, frozenset)):
+            self.values[path] = describe_entries(value)
+            return
+        for key, x in value.items() if isinstance(value, dict) else enumerate(value):
+            self._add(f"{path}[{key!r}]", x, depth + 1)
+
+    def _add_attributes(self, path: str, value: Any, depth: int) -> None:
+        is_class = isinstance(value, type)
+        self.values[path] = _identify(value) if is_class else type(value)
+        held = {} if is_class else dict(self._list_attributes(value))
+        for name, x in held.items():
+            is_written = name in self._names.written and isinstance(x, (*VALUES, *HELD, *CONTAINERS))
+            is_filled = name in self._names.filled and isinstance(x, (list, dict, set, deque))
+            if not (is_written or is_filled):
+                self._add(f"{path}.{name}", x, depth + 1)
+        for cls in (value if is_class else type(value)).__mro__:
+            if not _is_of_library(cls.__module__):
+                for name in vars(cls).keys() & (self._names.read | _IMPLICIT) - held.keys():
+                    self._add_of_class(f"{path}.{name}", None if is_class else value, cls, name, depth)
+
+    def _list_attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """The attributes of an object itself that code may read."""
+        held: Mapping[str, Any] = getattr(value, "__dict__", {})
+        read = self._names.read.union(held) if is_computed(type(value)) else self._names.read  # type: ignore[arg-type]
+        if isinstance(value, nn.Module):
+            tables = (held[name] for name in ("_parameters", "_buffers", "_modules"))
+            yield from (each for table in tables for each in table.items() if each[1] is not None)
+            if _is_of_library(type(value).__module__):  # whose code reads all
+                yield from ((name, x) for name, x in held.items() if isinstance(x, VALUES))
+                return
+            yield "training", held["training"]
+        for name in read.intersection(held):
+            yield name, held[name]
+        for cls in type(value).__mro__:
+            for name in read.intersection(vars(cls)):
+                if isinstance(slot := vars(cls)[name], MemberDescriptorType) and hasattr(value, name):
+                    yield name, slot.__get__(value, cls)
+
+    def _add_of_class(self, path: str, owner: Any, cls: type, name: str, depth: int) -> None:
+        """What code may read of a class, for an object or without one."""
+        x: Any = vars(cls)[name]
+        if isinstance(x, classmethod):
+            owner = cls if owner is None else type(owner)
+        x = x.fget if isinstance(x, property) else x.func if isinstance(x, functools.cached_property) else x
+        x = x.__func__ if isinstance(x, (staticmethod, classmethod)) else x
+        if isinstance(x, FunctionType):
+            self.values[path] = _identify(x)
+            is_alone = owner is None or isinstance(vars(cls)[name], staticmethod)
+            self.functions.append(x if is_alone else MethodType(x, owner))
+        elif not hasattr(type(x), "__get__"):
+            self._add(path, x, depth + 1)
+
+
+@functools.lru_cache(4096)
+def is_computed(cls: type) -> bool:
+    """Whether code of a class computes by which names attributes are read."""
+    own = [vars(x) for x in cls.__mro__ if not _is_of_library(x.__module__) and x is not object]
+    names = {name for each in own for name in each}
+    return bool(names & _COMPUTES) or any(_is_of_user_get(x) for each in own for x in each.values())
+
+
+def _is_of_user_get(x: Any) -> bool:
+    """Whether an attribute of a class is a descriptor whose code is the user's."""
+    get = getattr(type(x), "__get__", None)
+    return isinstance(get, FunctionType) and is_of_user(get)
+
+
+def is_watched(value: Any) -> bool:
+    """Whether an object is one whose attributes are the user's: not one of a library, but for a module of layers."""
+    if isinstance(value, ModuleType):
+        return not _is_of_library(value.__name__) and value.__name__.partition(".")[0] not in sys.stdlib_module_names
+    cls = value if isinstance(value, type) else type(value)
+    return isinstance(value, nn.Module) or not _is_of_library(cls.__module__)
+
+
+def is_of_user(fn: FunctionType) -> bool:
+    """Whether a function is one whose code may read values of the user: that of no library, and that which calls what a
+    subclass of a Trainer defines."""
+    return not _is_of_library(fn.__module__) or (fn.__module__ or "").startswith(_CALLERS)
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def writes_attributes(fn: FunctionType) -> bool:
+    """Whether what a function writes are attributes of objects that were there before."""
+    return fn.__name__ not in _FIRST
