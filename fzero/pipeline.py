@@ -262,7 +262,7 @@ class Pipeline(Generic[T]):
         return general if found is not None and sign_all(reader.signature, found) == signature else None
 
     def _finish(self, reader: BatchReader, program: Program) -> tuple[TracedCall, Found]:
-        watches, readings = self._watch(program), program.readings
+        watches, readings = self._watch(program, reader), program.readings
         found = read_all(readings, reader.leaves)
         with disable_autocast():
             finished = self.finish(self.on, program)
@@ -271,7 +271,7 @@ class Pipeline(Generic[T]):
 
     def _add(self, general: General, reader: BatchReader) -> tuple[TracedCall, Found] | None:
         """Keep a general program for further signatures. The program of this call, None where it does not fit."""
-        self._generals.add(general, self._watch(general.program))
+        self._generals.add(general, self._watch(general.program, reader))
         return self._find_general(reader)
 
     def _find_general(self, reader: BatchReader) -> tuple[TracedCall, Found] | None:
@@ -297,9 +297,9 @@ class Pipeline(Generic[T]):
         _log.info("cache: %s is traced: not all ranks have the same file", self._name)
         return None
 
-    def _watch(self, program: Program) -> list[Watch]:
+    def _watch(self, program: Program, reader: BatchReader) -> list[Watch]:
         """Watches of what a program depends on, after its trace, which may count itself."""
-        watches = find_watches(self.fn)
+        watches = find_watches(self.fn, reader.leaves)
         return watches + watch_elements(program, watches)
 
     def _finish_template(self, template: Template) -> Callable[[Sequence[int]], T]:

@@ -115,7 +115,7 @@ class RankPipeline(Pipeline[T]):
         node = find_open_moves(general.program)
         if node is not None:
             return f"{node.meta['stack_trace']}: ranks exchange values whose shapes differ"
-        general.watches = self._watch(general.program)
+        general.watches = self._watch(general.program, reader)
 
         def note_open(call: SignedCall, found: Found) -> tuple[Symbols, Calls]:
             symbols, forms = make_symbols(sizes, differ=True)

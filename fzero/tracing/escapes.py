@@ -28,6 +28,7 @@ from fzero.program.operation import Node
 from fzero.program.program import Program
 from fzero.program.records import storage
 from fzero.program.refusals import line_of
+from fzero.tracing.read_objects import is_plain_object
 from fzero.values.sharded import Sharded
 
 _CONSTANTS = (Enum, type, slice, torch.dtype, torch.layout, torch.memory_format)
@@ -42,13 +43,14 @@ def check_argument(where: str, leaf: Any) -> None:
     Callables may hold tensors: they are code, and what they hold is captured as by a closure.
 
     Raises:
-        FzeroError: for an object that holds a tensor or does not hash; for a tensor without one dense memory.
+        FzeroError: for an object that holds a tensor; for a container that is no tree, and another object of a library,
+            that does not hash; for a tensor without one dense memory.
     """
     if isinstance(leaf, Sharded):
         return
     if isinstance(leaf, Tensor):
         check_dense(where, leaf)
-    elif not _is_hashable(leaf):
+    elif not (_is_hashable(leaf) or is_plain_object(leaf)):
         way_out = "give dict(...) of it" if isinstance(leaf, Mapping) else "give a tensor or a number"
         raise FzeroError(where, f"a {type(leaf).__name__} is no tensor and does not hash", way_out)
     elif not callable(leaf):

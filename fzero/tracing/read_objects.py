@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from numbers import Number
@@ -32,8 +33,8 @@ HELD = (Tensor, FunctionType, BuiltinFunctionType, MethodType, functools.partial
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 SETTINGS = (ContextVar, type(os.environ))
 """Values of which code reads what they have at the moment."""
-LIBRARIES = frozenset({"torch", "fzero", "optree", "einops", "numpy"})
-"""Packages whose functions read no values of the user but those in their closures."""
+_LIBRARIES = (sys.stdlib_module_names | {"torch", "fzero", "optree", "einops", "numpy"}) - {"argparse", "os", "types"}
+"""Packages whose functions read no values of the user but those in their closures, and whose objects hold none."""
 _CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
 """Beginnings of names of modules that call methods of classes of the user."""
 _MOST_ENTRIES = 64  # of a container that is looked at
@@ -47,6 +48,7 @@ _IMPLICIT = _FIRST | {f"__{name}__" for name in """
 """.split()} | {"forward"}  # fmt: skip
 """Methods that code calls without their names."""
 _COMPUTES = frozenset({"__getattr__", "__getattribute__", "__getitem__", "__iter__"})
+NO_NAMES = Names(frozenset(), frozenset(), frozenset())
 _UNSET = object()
 
 
@@ -78,12 +80,12 @@ def describe_value(value: Any) -> Any:
         return _identify(value.__func__), _identify(value.__self__)
     if isinstance(value, HELD):
         return _identify(value)
-    if isinstance(value, (*VALUES, type)) or not hasattr(value, "__dict__"):
+    if isinstance(value, CONTAINERS):
+        return describe_entries(value)
+    if isinstance(value, (*VALUES, type)) or not is_watched(value):
         is_rounded = isinstance(value, Number) and not isinstance(value, int)
         return type(value), repr(value) if is_rounded else value
-    attributes = vars(value).items()
-    held = {k: describe_value(v) for k, v in attributes if isinstance(v, VALUES)}
-    return type(value), value, held | {k: describe_entries(v) for k, v in attributes if type(v) is tuple}
+    return type(value), value, ReadObject("", value).values
 
 
 def describe_entries(value: Any, depth: int = 3) -> Any:
@@ -102,12 +104,13 @@ def _describe_setting(value: Any) -> Any:
 
 
 class ReadObject:
-    """The values that code with these `names` may read of an object, and of what that holds: `values` by their paths,
-    and `functions` that may be called on the way."""
+    """The values that code with these `names`, or any, may read of an object, and of what that holds: `values` by their
+    paths, and `functions` that may be called on the way."""
 
-    def __init__(self, name: str, value: Any, names: Names) -> None:
+    def __init__(self, name: str, value: Any, names: Names | None = None) -> None:
         self.values, self.functions = dict[str, Any](), list[Callable[..., Any]]()
-        self._names, self._open = names, set[int]()  # objects that the present one lies in
+        self._reads_all, self._names = names is None, names or NO_NAMES
+        self._open = set[int]()  # objects that the present one lies in
         self._add(name, value, 0)
 
     def _add(self, path: str, value: Any, depth: int) -> None:
@@ -144,19 +147,20 @@ class ReadObject:
         self.values[path] = _identify(value) if is_class else type(value)
         held = {} if is_class else dict(self._list_attributes(value))
         for name, x in held.items():
-            is_written = name in self._names.written and isinstance(x, (*VALUES, *HELD, *CONTAINERS))
             is_filled = name in self._names.filled and isinstance(x, (list, dict, set, deque))
-            if not (is_written or is_filled):
+            if not (name in self._names.written or is_filled):
                 self._add(f"{path}.{name}", x, depth + 1)
         for cls in (value if is_class else type(value)).__mro__:
             if not _is_of_library(cls.__module__):
-                for name in vars(cls).keys() & (self._names.read | _IMPLICIT) - held.keys():
+                read = {x for x in vars(cls) if x[:2] != "__"} if self._reads_all else self._names.read | _IMPLICIT
+                for name in vars(cls).keys() & read - held.keys():
                     self._add_of_class(f"{path}.{name}", None if is_class else value, cls, name, depth)
 
     def _list_attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
         """The attributes of an object itself that code may read."""
         held: Mapping[str, Any] = getattr(value, "__dict__", {})
-        read = self._names.read.union(held) if is_computed(type(value)) else self._names.read  # type: ignore[arg-type]
+        is_any = self._reads_all or is_computed(type(value))  # type: ignore[arg-type]
+        read = self._names.read.union(held) if is_any else self._names.read
         if isinstance(value, nn.Module):
             tables = (held[name] for name in ("_parameters", "_buffers", "_modules"))
             yield from (each for table in tables for each in table.items() if each[1] is not None)
@@ -167,9 +171,10 @@ class ReadObject:
         for name in read.intersection(held):
             yield name, held[name]
         for cls in type(value).__mro__:
-            for name in read.intersection(vars(cls)):
-                if isinstance(slot := vars(cls)[name], MemberDescriptorType) and hasattr(value, name):
-                    yield name, slot.__get__(value, cls)
+            for name in vars(cls) if self._reads_all else read.intersection(vars(cls)):
+                if isinstance(slot := vars(cls)[name], MemberDescriptorType):
+                    with suppress(AttributeError):  # of a slot without a value
+                        yield name, slot.__get__(value, cls)
 
     def _add_of_class(self, path: str, owner: Any, cls: type, name: str, depth: int) -> None:
         """What code may read of a class, for an object or without one."""
@@ -203,9 +208,14 @@ def _is_of_user_get(x: Any) -> bool:
 def is_watched(value: Any) -> bool:
     """Whether an object is one whose attributes are the user's: not one of a library, but for a module of layers."""
     if isinstance(value, ModuleType):
-        return not _is_of_library(value.__name__) and value.__name__.partition(".")[0] not in sys.stdlib_module_names
+        return not _is_of_library(value.__name__)
     cls = value if isinstance(value, type) else type(value)
     return isinstance(value, nn.Module) or not _is_of_library(cls.__module__)
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object that is known by its attributes."""
+    return is_watched(value) and hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, Mapping, type))
 
 
 def is_of_user(fn: FunctionType) -> bool:
@@ -215,7 +225,7 @@ def is_of_user(fn: FunctionType) -> bool:
 
 
 def _is_of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in LIBRARIES
+    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def writes_attributes(fn: FunctionType) -> bool:

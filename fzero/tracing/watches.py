@@ -34,6 +34,7 @@ from fzero.tracing.code_paths import Names, find_names, find_paths, has_fills
 from fzero.tracing.read_objects import (
     CONTAINERS,
     HELD,
+    NO_NAMES,
     SETTINGS,
     VALUES,
     ReadObject,
@@ -45,6 +46,7 @@ from fzero.tracing.read_objects import (
     writes_attributes,
 )
 from fzero.values.lowering import Apply, StatefulApply
+from fzero.values.sharded import Sharded
 
 _ABSENT = object()
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
@@ -90,10 +92,13 @@ def watch_elements(program: Program, watches: Iterable[Watch]) -> list[Watch]:
     ]
 
 
-def find_watches(fn: Callable[..., Any]) -> list[Watch]:
-    """Watches of the values that `fn` reads from its surroundings."""
+def find_watches(fn: Callable[..., Any], args: Iterable[Any] = ()) -> list[Watch]:
+    """Watches of the values that `fn` reads from its surroundings, when it is called with these leaves, some of which
+    may be functions and objects."""
     search = _Search()
-    search.follow([fn])
+    search.follow(
+        [fn, *(search.take(f"argument {i}", x) for i, x in enumerate(args) if not isinstance(x, (Tensor, Sharded)))]
+    )
     return search.list_watches()
 
 
@@ -104,7 +109,7 @@ class _Search:
         self._seen = set[Any]()
         self._found = dict[Any, Watch]()
         self._objects = dict[Any, tuple[str, _Read]]()
-        self._names = Names(frozenset(), frozenset(), frozenset())
+        self._names = NO_NAMES
 
     def follow(self, waiting: list[Any]) -> None:
         """Follow functions, then those that may be called by way of the objects that these hand on."""
@@ -115,6 +120,12 @@ class _Search:
                 waiting += self._enter(waiting.pop())
             names, objects = self._names, list(self._objects.values())
             waiting += (x for name, read in objects for x in ReadObject(name, read(), names).functions)
+
+    def take(self, name: str, value: Any) -> Any:
+        """A value that is read by a name, and does not change itself."""
+        if not isinstance(value, (*VALUES, *HELD)) and is_watched(value):
+            self._objects[id(value), name] = name, functools.partial(_pass, value)
+        return value
 
     def _enter(self, each: Any) -> list[Any]:
         """Take what a value reads, if it is a function, and return what it leads to."""
@@ -131,7 +142,7 @@ class _Search:
         kinds = (*VALUES, *HELD, *SETTINGS, *(() if has_fills(function.__code__) else CONTAINERS))
         for name, read, is_written in _list_variables(function, given):
             value = read()
-            if is_written and isinstance(value, kinds):
+            if is_written and isinstance(value, (*VALUES, *HELD, *CONTAINERS)):
                 continue
             if isinstance(value, kinds):
                 self._found[key, name] = Watch(name, read, describe_entries(value))
@@ -222,7 +233,7 @@ def _read_cell(cell: Any) -> Any:
 
 def _list_variables(fn: FunctionType, given: dict[str, _Read]) -> Iterator[tuple[str, _Read, bool]]:
     """`(path, function that reads it, whether the code writes it)` of each path in the code of a function, whose
-    parameters are `given` or not."""
+    parameters are `given` or not. Of what code writes only globals and attributes of classes, which it makes once."""
     closed = zip(fn.__code__.co_freevars, fn.__closure__ or ())
     cells = {name: functools.partial(_read_cell, cell) for name, cell in closed}
     root: _Read | None
@@ -234,8 +245,9 @@ def _list_variables(fn: FunctionType, given: dict[str, _Read]) -> Iterator[tuple
             root = functools.partial(_find_module, path.root, fn.__globals__.get("__package__"))
         else:
             root = given.get(path.root) or (cells.get(path.root) if path.kind == "CELL" else None)
-        if root is not None:
-            yield str(path), functools.partial(_follow, root, path.steps), path in paths.written
+        is_written = path in paths.written
+        if root is not None and not (is_written and path.steps and not isinstance(root(), type)):
+            yield str(path), functools.partial(_follow, root, path.steps), is_written
 
 
 def _find_module(name: str, package: str | None) -> Any:
