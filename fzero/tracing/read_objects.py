@@ -36,9 +36,9 @@ SETTINGS = (ContextVar, type(os.environ))
 _LIBRARIES = (sys.stdlib_module_names | {"torch", "fzero", "optree", "einops", "numpy"}) - {"argparse", "os", "types"}
 """Packages whose functions read no values of the user but those in their closures, and whose objects hold none."""
 _CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
-"""Beginnings of names of modules that call methods of classes of the user."""
+"""Beginnings of the names of such modules."""
 _MOST_ENTRIES = 64  # of a container that is looked at
-_MOST_VALUES = 1000  # of an object
+_MOST_VALUES = 300  # of an object
 _DEPTH = 5
 _FIRST = frozenset({"__init__", "__new__", "__post_init__"})
 """Methods that write the attributes of a new object."""
@@ -219,9 +219,13 @@ def is_plain_object(value: Any) -> bool:
 
 
 def is_of_user(fn: FunctionType) -> bool:
-    """Whether a function is one whose code may read values of the user: that of no library, and that which calls what a
-    subclass of a Trainer defines."""
-    return not _is_of_library(fn.__module__) or (fn.__module__ or "").startswith(_CALLERS)
+    """Whether code of a function may read values of the user."""
+    return not _is_of_library(fn.__module__) or is_caller(fn)
+
+
+def is_caller(fn: FunctionType) -> bool:
+    """Whether a function of fzero calls methods of classes of the user, such as `compute_loss` of a Trainer."""
+    return (fn.__module__ or "").startswith(_CALLERS)
 
 
 def _is_of_library(module: str | None) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fzero.base.changes import list_defaults
-from fzero.base.installed import is_installed
+from fzero.base.installed import find_package, is_installed
 from fzero.base.torch_private import version_of
 from fzero.program.program import Program
 from fzero.tracing.code_paths import Names, find_names, find_paths, has_fills
@@ -40,6 +40,7 @@ from fzero.tracing.read_objects import (
     ReadObject,
     describe_entries,
     describe_value,
+    is_caller,
     is_computed,
     is_of_user,
     is_watched,
@@ -95,7 +96,7 @@ def watch_elements(program: Program, watches: Iterable[Watch]) -> list[Watch]:
 def find_watches(fn: Callable[..., Any], args: Iterable[Any] = ()) -> list[Watch]:
     """Watches of the values that `fn` reads from its surroundings, when it is called with these leaves, some of which
     may be functions and objects."""
-    search = _Search()
+    search = _Search(fn)
     search.follow(
         [fn, *(search.take(f"argument {i}", x) for i, x in enumerate(args) if not isinstance(x, (Tensor, Sharded)))]
     )
@@ -103,9 +104,15 @@ def find_watches(fn: Callable[..., Any], args: Iterable[Any] = ()) -> list[Watch
 
 
 class _Search:
-    """Functions that are followed, from each to what it names, and the values that they read."""
+    """Functions that are followed, from each to what it names, and the values that they read.
 
-    def __init__(self) -> None:
+    The code of a user hands on objects. Of installed packages only numbers are watched that functions read which this
+    code calls, and functions of the user that these call.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        root = _find_function(fn)[0]
+        self._package = "" if root is None else find_package(root.__code__.co_filename)
         self._seen = set[Any]()
         self._found = dict[Any, Watch]()
         self._objects = dict[Any, tuple[str, _Read]]()
@@ -138,23 +145,39 @@ class _Search:
         found = list(_list_parts(each))
         if function is None or not is_of_user(function):
             return found
-        self._note_names(function)
-        kinds = (*VALUES, *HELD, *SETTINGS, *(() if has_fills(function.__code__) else CONTAINERS))
+        is_own = self._is_own(function)
+        self._note_names(function, is_own)
+        held = (*VALUES, *HELD, *SETTINGS, *(() if has_fills(function.__code__) else CONTAINERS)) if is_own else VALUES
         for name, read, is_written in _list_variables(function, given):
             value = read()
             if is_written and isinstance(value, (*VALUES, *HELD, *CONTAINERS)):
                 continue
-            if isinstance(value, kinds):
+            if isinstance(value, held):
                 self._found[key, name] = Watch(name, read, describe_entries(value))
-            if isinstance(value, CONTAINERS) <= isinstance(value, kinds) and not isinstance(value, (*VALUES, *HELD)):
+            if not is_own:
+                found += [value] if self._is_followed(value, function) else []
+                continue
+            if isinstance(value, CONTAINERS) <= isinstance(value, held) and not isinstance(value, (*VALUES, *HELD)):
                 self._objects[key, name] = name, read
             found.append(value)
         return found
 
-    def _note_names(self, function: FunctionType) -> None:
+    def _is_own(self, function: FunctionType) -> bool:
+        """Whether a function is one of the user's, of no installed package but that of the step itself."""
+        file = function.__code__.co_filename
+        is_here = not is_installed(file) or (self._package != "" and find_package(file) == self._package)
+        return is_here and not is_caller(function)
+
+    def _is_followed(self, value: Any, caller: FunctionType) -> bool:
+        """Whether a function that a package calls may be one of the user's, or leads to one."""
+        function = _find_function(value)[0]
+        return function is not None and (self._is_own(function) or (is_caller(caller) and is_of_user(function)))
+
+    def _note_names(self, function: FunctionType, is_own: bool) -> None:
         mine, known = find_names(function.__code__), self._names
         written = mine.written if writes_attributes(function) else frozenset[str]()
-        self._names = Names(known.read | mine.read, known.written | written, known.filled | mine.filled)
+        read, filled = (mine.read, mine.filled) if is_own else (frozenset[str](), frozenset[str]())
+        self._names = Names(known.read | read, known.written | written, known.filled | filled)
 
     def list_watches(self) -> list[Watch]:
         """The watches of all that was found, those of objects by the names in all code."""
