@@ -12,7 +12,7 @@ SITE := build/docs
 READY := .venv/ready
 SOURCES := $(wildcard fzero tests property_tests examples benchmarks tools)
 
-.PHONY: train test test-rest test-all wheel release site trl versions steps axes layers prove conformance arguments mutate check format clean
+.PHONY: train test test-rest test-all wheel release site trl versions steps axes layers surroundings prove conformance arguments mutate check format clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_bytes.py $(ARGS)
@@ -77,6 +77,10 @@ axes: $(READY)
 # Random lists of layers, with habits that equal layers may have, against plain torch. ARGS as of `axes`.
 layers: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_layers --workers $(WORKERS) $(ARGS)
+
+# Random ways to hold a value around a step, and to read it there, which changes between calls. ARGS as of `axes`.
+surroundings: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m property_tests.random_surroundings --workers $(WORKERS) $(ARGS)
 
 # Random steps, then EXAMPLES random cases of each property, and a fifth of it of those that run a step: hours.
 prove: $(READY)

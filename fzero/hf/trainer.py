@@ -361,9 +361,9 @@ class Trainer(Updates):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of a batch, the mean over ranks, after its gradients were added to those of the update."""
-        inputs = self._prepare_inputs(inputs)
-        given, inputs = inputs, self._pad(inputs)
-        self._warn_of_padding(given, inputs)
+        self.model.train()  # as in transformers: a loss may look
+        given = self._prepare_inputs(inputs)
+        self._warn_of_padding(given, inputs := self._pad(given))
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None

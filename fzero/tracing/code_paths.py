@@ -77,14 +77,15 @@ def find_paths(code: CodeType) -> Paths:
 def find_names(code: CodeType) -> Names:
     """The names in the code of a function, and in that of the functions inside it."""
     codes = list(_list_codes(code))
-    strings = (x for each in codes for x in _list_strings(each.co_consts))
-    read = {*strings, *(name for each in codes for name in each.co_names)}
-    stores = (x for each in codes for x in dis.get_instructions(each) if x.opname == "STORE_ATTR")
+    strings = {x for each in codes for x in _list_strings(each.co_consts)}
+    named = [x for each in codes for x in dis.get_instructions(each) if x.argval in each.co_names]
+    read = {x.argval for x in named if not x.opname.startswith(("STORE_", "DELETE_"))}
     filled = {name for each in codes if has_fills(each) for name in (*each.co_names, *each.co_freevars)}
     for path in find_paths(code).read:
         spelled = [path.root, *(str(name) for _, name in path.steps)]
         filled |= {spelled[i] for i, name in enumerate(spelled[1:]) if name in _FILLS}
-    return Names(frozenset(read), frozenset(x.argval for x in stores), frozenset(filled))
+    written = {x.argval for x in named if x.opname == "STORE_ATTR"}
+    return Names(frozenset(strings | read), frozenset(written), frozenset(filled))
 
 
 def _list_codes(code: CodeType) -> Iterator[CodeType]:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from enum import Enum
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.base.installed import is_installed
 from fzero.tracing.code_paths import Names
 
 VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, Number)
@@ -36,20 +38,19 @@ SETTINGS = (ContextVar, type(os.environ))
 _LIBRARIES = (sys.stdlib_module_names | {"torch", "fzero", "optree", "einops", "numpy"}) - {"argparse", "os", "types"}
 """Packages whose functions read no values of the user but those in their closures, and whose objects hold none."""
 _CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
-"""Beginnings of the names of such modules."""
+"""Beginnings of the names of modules that call methods of classes of the user."""
 _MOST_ENTRIES = 64  # of a container that is looked at
 _MOST_VALUES = 300  # of an object
 _DEPTH = 5
 _FIRST = frozenset({"__init__", "__new__", "__post_init__"})
 """Methods that write the attributes of a new object."""
-_IMPLICIT = _FIRST | {f"__{name}__" for name in """
+_IMPLICIT = {f"__{name}__" for name in """
     add bool call contains enter eq exit float ge getattr getattribute getitem gt index int iter le len lt mul neg next
     pow radd rmul rpow rsub rtruediv sub torch_function truediv
 """.split()} | {"forward"}  # fmt: skip
 """Methods that code calls without their names."""
-_COMPUTES = frozenset({"__getattr__", "__getattribute__", "__getitem__", "__iter__"})
+_COMPUTED = frozenset({"__getattr__", "__getattribute__", "__getitem__", "__iter__"})
 NO_NAMES = Names(frozenset(), frozenset(), frozenset())
-_UNSET = object()
 
 
 class _Identity:
@@ -90,17 +91,11 @@ def describe_value(value: Any) -> Any:
 
 def describe_entries(value: Any, depth: int = 3) -> Any:
     """A key that is equal for containers of equal values: of other objects, their classes."""
-    if isinstance(value, SETTINGS):
-        return _describe_setting(value)
     if not isinstance(value, CONTAINERS):
         return describe_value(value) if isinstance(value, (*VALUES, *HELD)) else type(value)
     if len(value) > _MOST_ENTRIES or not depth:
         return type(value)
     return type(value), [describe_entries(x, depth - 1) for x in (value.items() if isinstance(value, dict) else value)]
-
-
-def _describe_setting(value: Any) -> Any:
-    return describe_entries(value.get(_UNSET)) if isinstance(value, ContextVar) else dict(value)
 
 
 class ReadObject:
@@ -120,8 +115,13 @@ class ReadObject:
             self.values[path] = describe_value(value)
             if isinstance(value, (FunctionType, MethodType, functools.partial)):
                 self.functions.append(value)
-        elif isinstance(value, SETTINGS):
-            self.values[path] = _describe_setting(value)
+            if isinstance(value, functools.partial) and depth < _DEPTH:
+                self._add_entries(f"{path}.args", value.args, depth)
+                self._add_entries(f"{path}.keywords", value.keywords, depth)
+        elif isinstance(value, type(os.environ)):
+            self.values[path] = dict(value)
+        elif isinstance(value, ContextVar):
+            self._add(f"{path}.get()", value.get(None), depth)
         elif isinstance(value, weakref.ref):
             self._add(f"{path}()", value(), depth)
         elif depth < _DEPTH and id(value) not in self._open:
@@ -153,12 +153,13 @@ class ReadObject:
         for cls in (value if is_class else type(value)).__mro__:
             if not _is_of_library(cls.__module__):
                 read = {x for x in vars(cls) if x[:2] != "__"} if self._reads_all else self._names.read | _IMPLICIT
+                read = read | _FIRST if is_class else read
                 for name in vars(cls).keys() & read - held.keys():
                     self._add_of_class(f"{path}.{name}", None if is_class else value, cls, name, depth)
 
     def _list_attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
         """The attributes of an object itself that code may read."""
-        held: Mapping[str, Any] = getattr(value, "__dict__", {})
+        held = list_own_attributes(value)
         is_any = self._reads_all or is_computed(type(value))  # type: ignore[arg-type]
         read = self._names.read.union(held) if is_any else self._names.read
         if isinstance(value, nn.Module):
@@ -183,8 +184,8 @@ class ReadObject:
             owner = cls if owner is None else type(owner)
         x = x.fget if isinstance(x, property) else x.func if isinstance(x, functools.cached_property) else x
         x = x.__func__ if isinstance(x, (staticmethod, classmethod)) else x
-        if isinstance(x, FunctionType):
-            self.values[path] = _identify(x)
+        if isinstance(x, FunctionType) and not (is_dataclass(cls) and x.__code__.co_filename == "<string>"):
+            self.values[path] = _identify(x)  # of a dataclass not the methods that Python wrote, which read all fields
             is_alone = owner is None or isinstance(vars(cls)[name], staticmethod)
             self.functions.append(x if is_alone else MethodType(x, owner))
         elif not hasattr(type(x), "__get__"):
@@ -196,7 +197,9 @@ def is_computed(cls: type) -> bool:
     """Whether code of a class computes by which names attributes are read."""
     own = [vars(x) for x in cls.__mro__ if not _is_of_library(x.__module__) and x is not object]
     names = {name for each in own for name in each}
-    return bool(names & _COMPUTES) or any(_is_of_user_get(x) for each in own for x in each.values())
+    if issubclass(cls, ModuleType):
+        return False  # a package that imports its modules when they are read
+    return bool(names & _COMPUTED) or any(_is_of_user_get(x) for each in own for x in each.values())
 
 
 def _is_of_user_get(x: Any) -> bool:
@@ -205,17 +208,26 @@ def _is_of_user_get(x: Any) -> bool:
     return isinstance(get, FunctionType) and is_of_user(get)
 
 
+def list_own_attributes(value: Any) -> Mapping[str, Any]:
+    """The attributes that an object itself has in its dict, found without code of its class."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
 def is_watched(value: Any) -> bool:
     """Whether an object is one whose attributes are the user's: not one of a library, but for a module of layers."""
     if isinstance(value, ModuleType):
-        return not _is_of_library(value.__name__)
+        return not _is_of_library(value.__name__) and not is_installed(getattr(value, "__file__", None) or "")
     cls = value if isinstance(value, type) else type(value)
     return isinstance(value, nn.Module) or not _is_of_library(cls.__module__)
 
 
 def is_plain_object(value: Any) -> bool:
     """Whether a value is an object that is known by its attributes."""
-    return is_watched(value) and hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, Mapping, type))
+    return is_watched(value) and not isinstance(value, (*CONTAINERS, Mapping, type))
 
 
 def is_of_user(fn: FunctionType) -> bool:
