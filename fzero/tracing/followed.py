@@ -70,19 +70,20 @@ def _read_default(function: FunctionType, name: str) -> Any:
     return list_defaults(function).get(name)
 
 
-def list_parts(x: Any) -> Iterable[Any]:
-    """The functions that a callable, or a tuple or list of callables, holds for good."""
+def list_parts(x: Any, is_own: Callable[[Any], bool]) -> Iterable[Any]:
+    """The functions that a callable, or a tuple or list of callables, holds for good: of the methods of lowered modules
+    those that are the user's own."""
     if isinstance(x, functools.partial):
         return x.func, *x.args, *x.keywords.values()
     if isinstance(x, FunctionType):
         return *(_read_cell(cell) for cell in x.__closure__ or ()), *list_defaults(x).values()
     if isinstance(x, MethodType):
-        return list_parts(x.__func__)
+        return list_parts(x.__func__, is_own)
     if isinstance(x, functools._lru_cache_wrapper):
         return (x.__wrapped__,)
     if isinstance(x, (Apply, StatefulApply)):  # whose modules are copies that nobody changes
-        classes = {cls: None for each in x.list_classes() for cls in each.__mro__ if is_watched(cls)}
-        return [fn for cls in classes for fn in vars(cls).values() if isinstance(fn, FunctionType)]
+        classes = dict.fromkeys(cls for each in x.list_classes() for cls in each.__mro__ if is_watched(cls))
+        return [fn for cls in classes for fn in vars(cls).values() if is_own(fn)]
     if isinstance(x, (tuple, list)):
         return [part for part in x if isinstance(part, (*_FUNCTIONS, tuple, list))]
     call = getattr(type(x), "__call__", None)  # noqa: B004  a method of the class, to follow

@@ -35,7 +35,7 @@ HELD = (Tensor, FunctionType, BuiltinFunctionType, MethodType, functools.partial
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 SETTINGS = (ContextVar, type(os.environ))
 """Values of which code reads what they have at the moment."""
-_LIBRARIES = (sys.stdlib_module_names | {"torch", "fzero", "optree", "einops", "numpy"}) - {"argparse", "os", "types"}
+_LIBRARIES = (sys.stdlib_module_names | {"torch", "fzero", "optree", "einops", "numpy"}) - {"argparse", "types"}
 """Packages whose functions read no values of the user but those in their closures, and whose objects hold none."""
 _CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
 """Beginnings of the names of modules that call methods of classes of the user."""

@@ -17,6 +17,7 @@ of the trace.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -65,6 +66,10 @@ class Watch(NamedTuple):
         if not isinstance(self.key, dict):
             return self.name
         return ", ".join(name for name in {**self.key, **now} if self.key.get(name, _ABSENT) != now.get(name, _ABSENT))
+
+
+def _get_environment() -> Any:
+    return os.environ
 
 
 def watch_elements(program: Program, watches: Iterable[Watch]) -> list[Watch]:
@@ -132,7 +137,7 @@ class _Search:
         if key in self._seen:
             return []
         self._seen.add(key)
-        found = list(list_parts(each))
+        found = list(list_parts(each, self._is_own))
         if function is None or not is_of_user(function):
             return found
         is_own = self._is_own(function)
@@ -140,6 +145,8 @@ class _Search:
         unread = CONTAINERS if has_fills(function.__code__) else ()
         for name, read, origin, is_written in list_variables(function, given):
             value = read()
+            if value is os.getenv:
+                value, read = os.environ, _get_environment
             if is_written and isinstance(value, (*VALUES, *HELD, *CONTAINERS)):
                 continue
             if isinstance(value, VALUES) or (is_own and not isinstance(value, unread)):
@@ -154,11 +161,12 @@ class _Search:
         else:
             self._objects[origin, name] = read
 
-    def _is_own(self, function: FunctionType) -> bool:
-        """Whether a function is one of the user's, of no installed package but that of the step itself."""
+    def _is_own(self, function: Any) -> bool:
+        """Whether a value is a function of the user's, of no installed package but that of the step itself."""
+        if not isinstance(function, FunctionType) or not is_of_user(function) or is_caller(function):
+            return False
         file = function.__code__.co_filename
-        is_here = not is_installed(file) or (self._package != "" and find_package(file) == self._package)
-        return is_here and not is_caller(function)
+        return not is_installed(file) or (self._package != "" and find_package(file) == self._package)
 
     def _is_followed(self, value: Any, caller: FunctionType) -> bool:
         """Whether a function that a package calls may be one of the user's, or leads to one."""
