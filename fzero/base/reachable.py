@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import islice
 from types import (
     BuiltinFunctionType,
@@ -88,10 +88,14 @@ def walk_with_contents(name: str, root: Any, limit: int = LIMIT) -> Iterator[tup
     yield from _walk(name, root, list_children, limit, _is_empty)
 
 
-def walk_inside(name: str, root: Any, limit: int = LIMIT) -> Iterator[_Named]:
+def walk_inside(name: str, root: Any, limit: int = LIMIT, without: Container[int] = ()) -> Iterator[_Named]:
     """`walk` through what objects hold themselves: without globals that functions name, and without classes. Empty
-    containers, which may be filled later, are visited."""
-    for place, value, _ in _walk(name, root, list_contents, limit, is_of_no_one):
+    containers, which may be filled later, are visited; objects with these ids are not."""
+
+    def is_skipped(value: Any) -> bool:
+        return id(value) in without or is_of_no_one(value)
+
+    for place, value, _ in _walk(name, root, list_contents, limit, is_skipped):
         yield place, value
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero.base import torch_private
+from fzero.base import torch_private, tree
 from fzero.base.arguments import check_arguments
 from fzero.base.errors import FzeroError
 from fzero.base.mesh import mesh_shape
@@ -29,6 +29,7 @@ from fzero.deepspeed.settings import GROUP, SECOND_COPY
 from fzero.optim.groups import combine
 from fzero.ranks.live import find_ranks
 from fzero.state.build.deferred import is_deferring
+from fzero.training.live import LiveModel
 from fzero.training.meshes import EVENLY, PORT, StateSpread, find_local_rank, make_mesh, split_world
 from fzero.training.models import (
     WHOLE,
@@ -181,10 +182,14 @@ def _build_engine(plan: EnginePlan, loss: Callable[..., Any] | None, mesh: Any, 
         buffers=partition_buffers(model, lowered.buffers, mesh),
     )
     on = find_ranks(mesh)
-    applies = lowered.train, lowered.evaluate
+    live = LiveModel(model, tree.paths(lowered.buffers), first=lowered)
+    applies: tuple[Any, Any] = live.train, live.evaluate
     if settings.autocast is not None:
         device = on.choose_device().type
-        applies = tuple(add_autocast(each, settings.autocast, device) for each in applies)
+        applies = (
+            add_autocast(applies[0], settings.autocast, device),
+            add_autocast(applies[1], settings.autocast, device),
+        )
     train, evaluate = (_take_loss(carry_buffers(each, lowered.buffers), loss) for each in applies)
     make = functools.partial(make_functions, train, evaluate, chosen, virtual_ranks=len(on.numbers))
     names = list_names(model.forward) if loss is None else list_names(loss, skip=1)

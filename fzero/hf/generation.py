@@ -39,6 +39,7 @@ from fzero.hf.turns import WHAT, Request, choose, fail
 from fzero.hf.wishes import Wish, check_mesh_of
 from fzero.ranks.agreement import meet
 from fzero.ranks.live import find_ranks
+from fzero.training.live import ModuleState
 from fzero.training.models import copy_without_values
 from fzero.training.programs import compile_function
 
@@ -97,10 +98,13 @@ class Generator:
         check_sharable(self._wish, model, None)
         self._call = call or (lambda apply, params, **inputs: apply(params, **inputs))
         self._how = {"max_programs": MAX_PROGRAMS, **how}
+        self._state: ModuleState | None = None  # of the model, with which the programs compute
 
     def __call__(self, params: tree.Tree, *args: Any, **named: Any) -> Any:
         session = _Session(self, take_base(self.given, params))
         named.pop("synced_gpus", None)  # ranks wait for each other in any case
+        if self._state is not None and self._state.list_changes():
+            del self.programs
 
         def generate() -> Any:
             _check(self.model)
@@ -117,6 +121,7 @@ class Generator:
     @functools.cached_property
     def programs(self) -> dict[str, Any]:
         """The steps "prompt", "token" and "encoder", by name."""
+        self._state = ModuleState(self.model)
         model: Any = copy_without_values(self.model).eval()
         wish = self._wish._replace(sp=None)  # ranks along sp each have the prompts, and all places
         with share_forwards(model, find_sharing(model, wish, self.mesh)):

@@ -19,6 +19,7 @@ from fzero.base.errors import FzeroError
 from fzero.base.torch_private import version_of
 from fzero.deepspeed.functions import find_loss
 from fzero.hf.adapters import list_active
+from fzero.training.live import ModuleState
 from fzero.training.models import Bound, average_buffers, carry_buffers, copy_without_values, lower_modes
 from fzero.training.outputs import Cotangents, Surroundings, attach, join_numbers, weigh
 from fzero.training.programs import add_sums
@@ -65,6 +66,7 @@ class Sliced:
         self.structure, self._compile, self._call = structure, compile, call
         self._virtual_ranks = virtual_ranks
         self._programs: dict[tuple[Any, ...], Programs] = {}
+        self._state, self._changes = ModuleState(structure), 0
 
     def forward(self, held: Held, args: Any, kwargs: Any) -> tuple[Any, Held]:
         """`(output, values with new buffers)`."""
@@ -92,7 +94,9 @@ class Sliced:
 
     def _find(self) -> Programs:
         """The programs of the structure as it is now. Those of the `STATES` states that were used last are kept."""
-        state = _describe(self.structure)
+        if self._state.list_changes_inside():
+            self._state, self._changes = ModuleState(self.structure), self._changes + 1
+        state = self._changes, *_describe(self.structure)
         found = self._programs.pop(state, None) or self._make()
         self._programs[state] = found
         if len(self._programs) > STATES:

@@ -51,6 +51,7 @@ from fzero.optim.groups import convert_optimizer
 from fzero.optim.kinds import Group
 from fzero.program.plan import check_stage
 from fzero.ranks.together import tell_others
+from fzero.training.live import LiveModel
 from fzero.training.meshes import EVENLY, PORT, find_local_rank, make_mesh
 from fzero.training.models import (
     Bound,
@@ -231,10 +232,8 @@ class Trainer(Updates):
         self._adopt()
         if self._wrapped is None or training:
             check_frozen(self.model, self.sharded.params)
-            held = tree.paths(self.sharded.buffers)
-            copied = copy_without_values(self.model, held)
-            with share_forwards(copied, self._sharing):
-                lowered = lower_modes(copied)
+            share = functools.partial(share_forwards, sharing=self._sharing)
+            lowered = LiveModel(self.model, tree.paths(self.sharded.buffers), share)
             self._wrapped = self._compile_evaluation(carry_buffers(lowered.evaluate, lowered.buffers))
             if training:
                 self._compile_training(carry_buffers(lowered.train, lowered.buffers))

@@ -25,6 +25,7 @@ from fzero.tracing.read_objects import (
     is_watched,
     list_own_attributes,
 )
+from fzero.values.live import LiveFunction
 from fzero.values.lowering import Apply, StatefulApply
 
 Read = Callable[[], Any]
@@ -84,6 +85,8 @@ def list_parts(x: Any, is_own: Callable[[Any], bool]) -> Iterable[Any]:
     if isinstance(x, (Apply, StatefulApply)):  # whose modules are copies that nobody changes
         classes = dict.fromkeys(cls for each in x.list_classes() for cls in each.__mro__ if is_watched(cls))
         return [fn for cls in classes for fn in vars(cls).values() if is_own(fn)]
+    if isinstance(x, LiveFunction):
+        return (x.find(),)
     if isinstance(x, (tuple, list)):
         return [part for part in x if isinstance(part, (*_FUNCTIONS, tuple, list))]
     call = getattr(type(x), "__call__", None)  # noqa: B004  a method of the class, to follow

@@ -40,6 +40,7 @@ from fzero.tracing.read_objects import (
     is_of_user,
     writes_attributes,
 )
+from fzero.values.live import LiveFunction
 from fzero.values.sharded import Sharded
 
 _ABSENT = object()
@@ -66,6 +67,10 @@ class Watch(NamedTuple):
         if not isinstance(self.key, dict):
             return self.name
         return ", ".join(name for name in {**self.key, **now} if self.key.get(name, _ABSENT) != now.get(name, _ABSENT))
+
+
+def _pass(value: Any) -> Any:
+    return value
 
 
 def _get_environment() -> Any:
@@ -138,6 +143,8 @@ class _Search:
             return []
         self._seen.add(key)
         found = list(list_parts(each, self._is_own))
+        if isinstance(each, LiveFunction):
+            self._found[id(each), "the model"] = Watch("the model", each.refresh, each.refresh(), _pass)
         if function is None or not is_of_user(function):
             return found
         is_own = self._is_own(function)

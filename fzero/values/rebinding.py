@@ -35,7 +35,7 @@ def copy_and_bind(module: nn.Module, memo: dict[int, Any], stale: Iterable[Tenso
             be changed: a global, a class, a cache.
     """
     parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers(), *stale)}
-    held = {id(value): value for _, value in walk_inside("", module)}
+    held = {id(value): value for _, value in walk_inside("", module, without=memo)}
     holding = _find_holders(held, parts)
     memo.update((id(each), each) for each in list(sys.modules.values()))  # Python has no copies of its modules
     bind = _Binder(memo, holding | parts)
