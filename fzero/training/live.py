@@ -47,7 +47,7 @@ class ModuleState:
                     yield _join(path, name), x
 
     def list_changes(self) -> list[str]:
-        """The paths of attributes that are others now, and of modules whose hooks are."""
+        """The paths of attributes that are others now, and what `list_changes_inside` finds."""
         found = list[str]()
         for path, module in self._modules.items():
             then = self._held[path]
@@ -55,13 +55,11 @@ class ModuleState:
             if not _is_same(now, then):
                 names = now.keys() | then.keys()
                 found += (_join(path, name) for name in sorted(names & self._names) if _differs(now, then, name))
-            if _list_hooks(module) != self._hooks[path]:
-                found.append(_join(path, "hooks"))
         return found + self.list_changes_inside()
 
     def list_changes_inside(self) -> list[str]:
-        """The paths of what has changed inside of objects that are attributes."""
-        found = list[str]()
+        """The paths of what has changed inside of objects that are attributes, and of modules with other hooks."""
+        found = [_join(path, "hooks") for path, x in self._modules.items() if _list_hooks(x) != self._hooks[path]]
         for path, x, before in self._objects:
             after = ReadObject(path, x).values
             found += (name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT))
