@@ -136,9 +136,6 @@ class ReadObject:
         self.values[path] = type(value), len(value)
         if len(value) > _MOST_ENTRIES:
             return
-        if isinstance(value, (set, frozenset)):
-            self.values[path] = describe_entries(value)
-            return
         for key, x in value.items() if isinstance(value, dict) else enumerate(value):
             self._add(f"{path}[{key!r}]", x, depth + 1)
 
@@ -195,11 +192,11 @@ class ReadObject:
 @functools.lru_cache(4096)
 def is_computed(cls: type) -> bool:
     """Whether code of a class computes by which names attributes are read."""
-    own = [vars(x) for x in cls.__mro__ if not _is_of_library(x.__module__) and x is not object]
-    names = {name for each in own for name in each}
     if issubclass(cls, ModuleType):
         return False  # a package that imports its modules when they are read
-    return bool(names & _COMPUTED) or any(_is_of_user_get(x) for each in own for x in each.values())
+    held = [vars(x) for x in cls.__mro__ if x not in (object, nn.Module)]
+    names = {name for each in held for name in each}
+    return bool(names & _COMPUTED) or any(_is_of_user_get(x) for each in held for x in each.values())
 
 
 def _is_of_user_get(x: Any) -> bool:

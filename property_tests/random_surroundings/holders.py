@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
+from operator import attrgetter
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -73,6 +75,52 @@ class Table:
         if name == "inner":
             return self.table[name]
         raise AttributeError(name)
+
+
+@dataclass
+class Data:
+    inner: Any
+
+
+@dataclass(slots=True)
+class SlottedData:
+    inner: Any
+
+
+class Base:
+    def read(self) -> Any:
+        return self.inner  # type: ignore[attr-defined]
+
+
+class Derived(Base):
+    def __init__(self, value: Any) -> None:
+        self.inner = value
+
+    def read(self) -> Any:
+        return super().read()
+
+    def read_by_generator(self) -> Any:
+        yield self.inner
+
+    def read_by_operator(self) -> Any:
+        return attrgetter("inner")(self)
+
+    @staticmethod
+    def read_of(holder: Any) -> Any:
+        return holder.inner
+
+    def read_by_static(self) -> Any:
+        return self.read_of(self)
+
+
+class Filled(UserDict[str, Any]):
+    def __init__(self, value: Any) -> None:
+        super().__init__(inner=value)
+
+
+class Missing(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        return self["inner"]
 
 
 class Layer(nn.Module):
@@ -156,6 +204,23 @@ HOLDERS: dict[str, Holder] = {
     "a forward": Holder(Layer, "{}()", _put_inner),
     "a context variable": Holder(make_variable, "{}.get()", lambda holder, value: holder.set(value)),
     "a closure": Holder(make_closure, "{}()", lambda holder, value: holder.put(value)),
+    "a dataclass": Holder(Data, "{}.inner", _put_inner),
+    "a dataclass with slots": Holder(SlottedData, "{}.inner", _put_inner),
+    "super": Holder(Derived, "{}.read()", _put_inner),
+    "a generator": Holder(Derived, "[*{}.read_by_generator()][0]", _put_inner),
+    "attrgetter": Holder(Derived, "{}.read_by_operator()", _put_inner),
+    "a static method": Holder(Derived, "{}.read_by_static()", _put_inner),
+    "a user's dict": Holder(Filled, '{}["inner"]', _put_entry),
+    "a missing entry": Holder(lambda value: Missing(inner=value), '{}["other"]', _put_entry),
+    "a tuple of objects": Holder(lambda value: (Data(value),), "{}[0].inner", lambda held, x: _put_inner(held[0], x)),
+    "a set of objects": Holder(
+        lambda value: {Plain(value)}, "[*{}][0].inner", lambda held, x: _put_inner(next(iter(held)), x)
+    ),
+    "a dict of objects": Holder(
+        lambda value: {1: Plain(value)}, "[x.inner for x in {}.values()][0]",
+        lambda held, x: _put_inner(held[1], x),
+    ),
+    "a long list": Holder(lambda value: [*range(30), Plain(value)], "{}[-1].inner", lambda h, x: _put_inner(h[-1], x)),
     "a partial": Holder(
         lambda value: functools.partial(dict.get, {"inner": value}, "inner"), "{}()",
         lambda holder, value: _put_entry(holder.args[0], value),
@@ -176,6 +241,21 @@ READERS: dict[str, str] = {
     "a list": "def step(x):\n    return x * [{read_held} for held in [{root}]][0]\n",
     "a helper in a table": "TABLE = {{'helper': lambda held: {read_held}}}\n\ndef step(x):\n"
     "    return x * TABLE['helper']({root})\n",
+    "a function that returns it": "def get(held):\n    return held\n\ndef step(x):\n    held = get({root})\n"
+    "    return x * {read_held}\n",
+    "a condition": "def step(x):\n    held = {root} if x.ndim else None\n    return x * (0 if held is None else "
+    "{read_held})\n",
+    "an exception": "def step(x):\n    held = {root}\n    try:\n        return x * {read_held}\n"
+    "    except KeyError:\n        return x\n",
+    "a tuple": "def step(x):\n    held, _ = {root}, 1\n    return x * {read_held}\n",
+    "stars": "def helper(x, *args, **named):\n    held, = args\n    return x * {read_held}\n\ndef step(x):\n"
+    "    return helper(*(x, {root}))\n",
+    "a generator": "def each(held):\n    yield {read_held}\n\ndef step(x):\n    return x * [*each({root})][0]\n",
+    "a gradient": "import fzero\n\ndef loss(x, held):\n    return (x * {read_held}).sum()\n\ndef step(x):\n"
+    "    return x + fzero.grad(lambda y: loss(y, {root}))(x)\n",
+    "a decorator": "import functools\n\ndef decorate(fn):\n    @functools.wraps(fn)\n    def inner(*args):\n"
+    "        return fn(*args)\n    return inner\n\n@decorate\ndef helper(x, held):\n    return x * {read_held}\n\n"
+    "def step(x):\n    return helper(x, {root})\n",
     "an object that is made": "class Made:\n    def __init__(self, held):\n        self.held = held\n\n"
     "    def read(self):\n        held = self.held\n        return {read_held}\n\ndef step(x):\n"
     "    return x * Made({root}).read()\n",
