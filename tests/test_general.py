@@ -407,3 +407,13 @@ if __name__ == "__main__":
     found = {name: [wrong for options in OPTIONS for wrong in run_lengths(name, **options)] for name in STEPS}
     print(*(f"{name}: {', '.join(wrong) or 'equal'}" for name, wrong in found.items()), sep="\n")
     sys.exit(any(found.values()))
+
+
+def test_a_number_around_the_step_that_changes_costs_two_traces_however_often(caplog: pytest.LogCaptureFixture) -> None:
+    factor = [1.0]
+    step = fzero.simulate(lambda x: x * factor[0], 2)
+    with caplog.at_level("INFO", "fzero"):
+        for factor[0] in map(float, range(6)):
+            for rows in (8, 12, 16, 20):
+                assert torch.equal(step(x := torch.ones(rows, 3)), x * factor[0])
+    assert sum("is traced with open sizes" in message for message in caplog.messages) == 6

@@ -43,7 +43,10 @@ class Generals:
     def find(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Any, General, Found] | None:
         """What `Finish` makes of the program of a call, with the general program that fits it, and what its readings
         find. None where none fits."""
-        self._found = [x for x in self._found if all(value.is_unchanged for value in x.watches)]
+        for general in list(self._found):
+            if not all(value.is_unchanged for value in general.watches):  # another one is due, and no further try
+                self._found.remove(general)
+                self.forget_try(general.sizes.signature)
         for i, general in enumerate(self._found):
             found = general.read(signature, leaves)
             if found is None:
@@ -101,7 +104,8 @@ class Generals:
         return self._try(make, rewrite, (*sizes.list_closed(), sizes.signature[1], "others"))
 
     def forget_try(self, signature: Signature) -> None:
-        """Do not count the last trace with open sizes: the step itself raises for these arguments."""
+        """Do not count a trace with open sizes: the step itself raises for these arguments, or reads what has changed
+        since."""
         self._tries[signature[1]] -= self._tries[signature[1]] > 0
 
     def _try(self, make: Callable[[], T], rewrite: Rewrite, key: Any) -> T | None:
