@@ -36,6 +36,7 @@ from fzero.program.readings import Found, list_tensors, read_all
 from fzero.ranks.agreement import digest
 from fzero.ranks.ranks import Ranks
 from fzero.tracing.escapes import check_argument
+from fzero.tracing.followed import refresh_functions
 from fzero.tracing.mistakes import check_mistakes
 from fzero.tracing.seeds import check_seeds
 from fzero.tracing.signatures import Signature, SignedCall, sign_all, sign_leaf
@@ -205,6 +206,7 @@ class Pipeline(Generic[T]):
     def _make(self, reader: BatchReader) -> tuple[TracedCall, Found]:
         """The program of a call that no program in memory fits: from a file, of a trace with open sizes, or of a trace
         of its own. Also returns what its readings find."""
+        refresh_functions(self.fn)  # a file is of what they are now
         signature, leaves = reader.signature, reader.leaves
         settings, treedef, _ = signature
         entry = None

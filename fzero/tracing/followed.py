@@ -93,6 +93,18 @@ def list_parts(x: Any, is_own: Callable[[Any], bool]) -> Iterable[Any]:
     return (MethodType(call, x),) if isinstance(call, FunctionType) and is_of_user(call) else ()
 
 
+def refresh_functions(fn: Any) -> None:
+    """Make the live functions anew that a callable holds, where that is due."""
+    waiting, seen = [fn], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, LiveFunction):
+                each.refresh()
+            waiting += list_parts(each, lambda _: False)
+
+
 def _read_cell(cell: Any) -> Any:
     try:
         return cell.cell_contents

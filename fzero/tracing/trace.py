@@ -45,6 +45,7 @@ from fzero.tracing.calls import Calls
 from fzero.tracing.checks import Checks
 from fzero.tracing.draws import number_draws
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
+from fzero.tracing.followed import refresh_functions
 from fzero.tracing.kinds import Kinds
 from fzero.tracing.layers import Layers, Unlike
 from fzero.tracing.loops import TurnRecorder
@@ -154,6 +155,7 @@ def trace(
         FzeroError: for Python control flow or `.item()` on a traced value, naming the user's line.
     """
     import_tracer()
+    refresh_functions(fn)
     effects = SideEffects(getattr(fn, "__name__", "step"), fn)
     make = partial(_Trace, fn, args, mesh, symbols, shapes or {}, model_axes, given, calls)
     this, traced = _record(make, copies and calls is None)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fzero.base.reachable import list_names
+from fzero.tracing.code_paths import Names
 from fzero.tracing.read_objects import ReadObject, describe_value, is_plain_object
 from fzero.training.models import Lowered, copy_without_values, lower_modes
 from fzero.values.live import LiveFunction
@@ -36,8 +37,9 @@ class ModuleState:
         self._names = _list_names({type(x) for x in self._modules.values()})
         self._held = {path: dict(vars(x)) for path, x in self._modules.items()}
         self._hooks = {path: _list_hooks(x) for path, x in self._modules.items()}
+        self._read = Names(self._names, frozenset(), frozenset())
         objects = {id(x): (path, x) for path, x in self._list_objects()}
-        self._objects = [(path, x, ReadObject(path, x).values) for path, x in objects.values()]
+        self._objects = [(path, x, ReadObject(path, x, self._read).values) for path, x in objects.values()]
 
     def _list_objects(self) -> Iterator[tuple[str, Any]]:
         for path, module in self._modules.items():
@@ -61,7 +63,7 @@ class ModuleState:
         """The paths of what has changed inside of objects that are attributes, and of modules with other hooks."""
         found = [_join(path, "hooks") for path, x in self._modules.items() if _list_hooks(x) != self._hooks[path]]
         for path, x, before in self._objects:
-            after = ReadObject(path, x).values
+            after = ReadObject(path, x, self._read).values
             found += (name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT))
         return found
 

@@ -8,7 +8,8 @@ from typing import Any
 
 class LiveFunction:
     """`find()`, called. `refresh()` makes it anew where that is due, and returns what programs that call it depend on:
-    how often each of the things that it was made of has changed, by their names."""
+    how often each of the things that it was made of has changed, by their names. It is called before each trace, and
+    before each call of a program."""
 
     not_described = ("refresh",)  # what it leads to is described (`fzero.cache.describe`)
 
@@ -16,5 +17,4 @@ class LiveFunction:
         self.find, self.refresh = find, refresh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.refresh()
         return self.find()(*args, **kwargs)
