@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib.util import resolve_name
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -95,11 +96,11 @@ def list_parts(x: Any, is_own: Callable[[Any], bool]) -> Iterable[Any]:
 
 def refresh_functions(fn: Any) -> None:
     """Make the live functions anew that a callable holds, where that is due."""
-    waiting, seen = [fn], set[int]()
+    waiting, seen = [fn], dict[int, Any]()  # values keep objects alive, so that each id is of one
     while waiting:
         each = waiting.pop()
         if id(each) not in seen:
-            seen.add(id(each))
+            seen[id(each)] = each
             if isinstance(each, LiveFunction):
                 each.refresh()
             waiting += list_parts(each, lambda _: False)
@@ -160,9 +161,8 @@ def _follow(root: Callable[[], Any], steps: tuple[tuple[bool, Any], ...]) -> Any
             return value
         held = list_own_attributes(value)
         if is_item:
-            is_row = isinstance(value, (list, tuple, deque)) or type(value).__module__ == "numpy"
-            if not (isinstance(value, (dict, type(os.environ))) or (is_row and isinstance(name, int))):
-                return value if hasattr(type(value), "__getitem__") and is_watched(value) else None
+            if not _has_entries(value, name):
+                return value if hasattr(type(value), "__getitem__") else None
             try:
                 value = value[name]
             except LookupError:
@@ -176,6 +176,15 @@ def _follow(root: Callable[[], Any], steps: tuple[tuple[bool, Any], ...]) -> Any
     return value
 
 
+def _has_entries(value: Any, key: Any) -> bool:
+    """Whether an object has entries by such keys, and gives them without code of the user."""
+    cls = type(value)
+    if isinstance(key, int) and (isinstance(value, (list, tuple, deque)) or cls.__module__ == "numpy"):
+        return cls.__getitem__ in (list.__getitem__, tuple.__getitem__, deque.__getitem__) or cls.__module__ == "numpy"
+    is_dict = isinstance(value, dict) and cls.__getitem__ is dict.__getitem__ and not hasattr(cls, "__missing__")
+    return is_dict or isinstance(value, type(os.environ))
+
+
 def _find_in_class(owner: Any, name: str) -> Any:
     """An attribute that a class has for its objects, or for itself; the object where that is computed."""
     cls: Any = owner if isinstance(owner, type) else type(owner)
@@ -185,6 +194,8 @@ def _find_in_class(owner: Any, name: str) -> Any:
         return MethodType(value.fget, owner)
     is_bound = isinstance(value, (FunctionType, MemberDescriptorType)) or name in getattr(type(owner), "_fields", ())
     if isinstance(value, (classmethod, staticmethod)) or (is_bound and instance is not None):
-        return value.__get__(instance, cls)
+        with suppress(AttributeError):  # of a slot without a value
+            return value.__get__(instance, cls)
+        return None
     is_plain = value is not None and not hasattr(type(value), "__get__")
     return owner if not is_plain and is_watched(owner) and is_computed(type(owner)) else value  # type: ignore[arg-type]

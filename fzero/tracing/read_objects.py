@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -40,13 +41,14 @@ _LIBRARIES = (sys.stdlib_module_names | {"torch", "fzero", "optree", "einops", "
 _CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
 """Beginnings of the names of modules that call methods of classes of the user."""
 _MOST_ENTRIES = 64  # of a container that is looked at
+_MOST_BYTES = 4096  # of an array
 _MOST_VALUES = 300  # of an object
 _DEPTH = 5
 _FIRST = frozenset({"__init__", "__new__", "__post_init__"})
 """Methods that write the attributes of a new object."""
 _IMPLICIT = {f"__{name}__" for name in """
-    add bool call contains enter eq exit float ge getattr getattribute getitem gt index int iter le len lt mul neg next
-    pow radd rmul rpow rsub rtruediv sub torch_function truediv
+    add bool call contains enter eq exit float ge getattr getattribute getitem gt index int iter le len lt missing mul
+    neg next pow radd rmul rpow rsub rtruediv sub torch_function truediv
 """.split()} | {"forward"}  # fmt: skip
 """Methods that code calls without their names."""
 _COMPUTED = frozenset({"__getattr__", "__getattribute__", "__getitem__", "__iter__"})
@@ -98,6 +100,15 @@ def describe_entries(value: Any, depth: int = 3) -> Any:
     return type(value), [describe_entries(x, depth - 1) for x in (value.items() if isinstance(value, dict) else value)]
 
 
+def _describe_buffer(value: Any) -> Any:
+    """The elements of a short array."""
+    try:
+        held = memoryview(value)
+        return held.format, held.shape, held.tobytes() if held.nbytes <= _MOST_BYTES else None
+    except (TypeError, ValueError, BufferError):  # of objects, or of no array
+        return type(value)
+
+
 class ReadObject:
     """The values that code with these `names`, or any, may read of an object, and of what that holds: `values` by their
     paths, and `functions` that may be called on the way."""
@@ -124,12 +135,14 @@ class ReadObject:
             self._add(f"{path}.get()", value.get(None), depth)
         elif isinstance(value, weakref.ref):
             self._add(f"{path}()", value(), depth)
+        elif isinstance(value, (bytearray, array)) or type(value).__module__ == "numpy":
+            self.values[path] = _describe_buffer(value)
         elif depth < _DEPTH and id(value) not in self._open:
             self._open.add(id(value))
+            if is_watched(value):
+                self._add_attributes(path, value, depth)
             if isinstance(value, CONTAINERS):
                 self._add_entries(path, value, depth)
-            elif is_watched(value):
-                self._add_attributes(path, value, depth)
             self._open.remove(id(value))
 
     def _add_entries(self, path: str, value: Any, depth: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import UserDict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -220,6 +220,7 @@ HOLDERS: dict[str, Holder] = {
         lambda value: {1: Plain(value)}, "[x.inner for x in {}.values()][0]",
         lambda held, x: _put_inner(held[1], x),
     ),
+    "a default dict": Holder(lambda value: defaultdict(int, inner=value), '{}["inner"]', _put_entry),
     "a long list": Holder(lambda value: [*range(30), Plain(value)], "{}[-1].inner", lambda h, x: _put_inner(h[-1], x)),
     "a partial": Holder(
         lambda value: functools.partial(dict.get, {"inner": value}, "inner"), "{}()",

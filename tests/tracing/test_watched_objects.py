@@ -8,11 +8,13 @@ import functools
 import os
 import sys
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -211,6 +213,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "a callback": of_a_callback,
     "an object that is made once": of_one_that_is_made_once,
     "a deque": lambda: (lambda q: Case(lambda x: x * q[0], lambda: q.appendleft(5.0)))(collections.deque([2.0])),
+    "an array of numpy": lambda: (lambda a: Case(lambda x: first(a, x), lambda: a.fill(5.0)))(np.full(3, 2.0)),
+    "an array": lambda: (lambda a: Case(lambda x: first(a, x), lambda: a.insert(0, 5.0)))(array("d", [2.0])),
+    "a dict that makes what it lacks": lambda: (
+        lambda d: Case(lambda x: x * d["scale"], lambda: d.update(scale=5.0))
+    )(collections.defaultdict(lambda: 2.0)),
     "an argument's object": lambda: as_argument(
         Config(inner=Config()), lambda x, c: x * c.inner.scale, lambda c: setattr(c.inner, "scale", 5.0)
     ),
@@ -225,6 +232,10 @@ CASES: dict[str, Callable[[], Case]] = {
         functools.partial(by_scale, Config()), lambda x, fn: fn(x), lambda fn: setattr(fn.args[0], "scale", 5.0)
     ),
 }  # fmt: skip
+
+
+def first(values: Any, x: Tensor) -> Tensor:
+    return x * float(values[0])
 
 
 def by_inner(config: Config, x: Tensor) -> Tensor:
@@ -279,6 +290,21 @@ def test_a_message_names_the_attribute(caplog: pytest.LogCaptureFixture) -> None
     config.inner.scale = 5.0
     step(torch.ones(2))
     assert "it reads config.inner.scale, which changed" in caplog.text
+
+
+def test_a_slot_without_a_value_is_no_obstacle() -> None:
+    class Slots:
+        __slots__ = ("scale",)
+
+    slots = Slots()
+
+    def step(x: Tensor) -> Tensor:
+        return x * getattr(slots, "scale", 2.0) * (slots.scale if hasattr(slots, "scale") else 3.0)
+
+    sharded = fzero.simulate(step, 2)
+    assert torch.equal(sharded(torch.ones(2)), torch.full((2,), 6.0))
+    slots.scale = 5.0
+    assert torch.equal(sharded(torch.ones(2)), torch.full((2,), 25.0))
 
 
 def test_an_object_that_raises_for_any_name_is_no_obstacle() -> None:
