@@ -20,6 +20,11 @@ class Path(NamedTuple):
     root: str
     steps: tuple[tuple[bool, Any], ...] = ()  # (whether it is an item, its name)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The variable, and the attributes and entries from there, as strings."""
+        return (self.root, *(str(name) for _, name in self.steps))
+
     def __str__(self) -> str:
         return self.root + "".join(f"[{name!r}]" if is_item else f".{name}" for is_item, name in self.steps)
 
@@ -43,6 +48,8 @@ class Names(NamedTuple):
 _ROOTS = {"LOAD_FAST": "LOCAL", "LOAD_DEREF": "CELL", "LOAD_CLASSDEREF": "CELL", "LOAD_GLOBAL": "GLOBAL",
           "IMPORT_NAME": "MODULE"}  # fmt: skip
 _STEPS = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR")
+_STORES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
 _WRITES = ("STORE_DEREF", "STORE_GLOBAL", "STORE_ATTR")
 _FILLS = frozenset(
     """
@@ -51,12 +58,6 @@ _FILLS = frozenset(
 )
 """Methods by which code changes a container."""
 _MOST_ALIASES = 3  # of `a = config.a; b = a.b; c = b.c`
-
-
-@functools.lru_cache(maxsize=4096)
-def has_fills(code: CodeType) -> bool:
-    """Whether a code writes an entry of some container, which may be a cache."""
-    return any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for each in dis.get_instructions(code))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,12 +81,36 @@ def find_names(code: CodeType) -> Names:
     strings = {x for each in codes for x in _list_strings(each.co_consts)}
     named = [x for each in codes for x in dis.get_instructions(each) if x.argval in each.co_names]
     read = {x.argval for x in named if not x.opname.startswith(("STORE_", "DELETE_"))}
-    filled = {name for each in codes if has_fills(each) for name in (*each.co_names, *each.co_freevars)}
+    filled = {name for each in codes for name in _find_filled(each)}
+    aliases = _read_code(code)[2]
+    filled |= {path.names[-1] for name in filled for path in aliases.get(name, ())}
     for path in find_paths(code).read:
-        spelled = [path.root, *(str(name) for _, name in path.steps)]
-        filled |= {spelled[i] for i, name in enumerate(spelled[1:]) if name in _FILLS}
+        filled |= {path.names[i] for i, name in enumerate(path.names[1:]) if name in _FILLS}
     written = {x.argval for x in named if x.opname == "STORE_ATTR"}
     return Names(frozenset(strings | read), frozenset(written), frozenset(filled))
+
+
+def _find_filled(code: CodeType) -> Iterator[str]:
+    """The names of containers of which code writes an entry: `table` of `table[key] = x`, and of `self.table[key] = x`.
+    Where the place in the source does not tell, all names of its lines, and without places all of the code."""
+    instructions = list(dis.get_instructions(code))
+    for store in instructions:
+        if store.opname not in _STORES:
+            continue
+        at = store.positions
+        if at is None or at.lineno is None or at.end_lineno is None:
+            yield from (*code.co_names, *code.co_varnames, *code.co_freevars)
+            return
+        near = [x for x in instructions if x.positions and x.positions.lineno in range(at.lineno, at.end_lineno + 1)]
+        named = [x for x in near if x.opname.startswith(_LOADS)]
+        start = [x for x in named if _begin(x) == _begin(store)]
+        for each in start[-1:] or named:
+            yield from each.argval if isinstance(each.argval, tuple) else [each.argval]
+
+
+def _begin(instruction: dis.Instruction) -> tuple[Any, ...]:
+    at = instruction.positions
+    return () if at is None else (at.lineno, at.col_offset)
 
 
 def _list_codes(code: CodeType) -> Iterator[CodeType]:

@@ -114,10 +114,11 @@ def _read_cell(cell: Any) -> Any:
 
 
 class Variable(NamedTuple):
-    """A path in the code of a function: its name, the function that reads its value, what that reads from, and whether
-    the code writes it."""
+    """A path in the code of a function: its name, the names on it, the function that reads its value, what that reads
+    from, and whether the code writes it."""
 
     name: str
+    names: tuple[str, ...]
     read: Read
     origin: int
     is_written: bool
@@ -140,7 +141,8 @@ def list_variables(fn: FunctionType, given: dict[str, Read]) -> Iterator[Variabl
         is_written = path in paths.written
         if root is not None and not (is_written and path.steps and not isinstance(root(), type)):
             origin, *_ = root.args
-            yield Variable(str(path), functools.partial(_follow, root, path.steps), id(origin), is_written)
+            read = functools.partial(_follow, root, path.steps)
+            yield Variable(str(path), path.names, read, id(origin), is_written)
 
 
 def _find_module(name: str, package: str | None) -> Any:

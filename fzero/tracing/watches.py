@@ -27,7 +27,7 @@ from torch import Tensor
 from fzero.base.installed import find_package, is_installed
 from fzero.base.torch_private import version_of
 from fzero.program.program import Program
-from fzero.tracing.code_paths import Names, find_names, has_fills
+from fzero.tracing.code_paths import Names, find_names
 from fzero.tracing.followed import Read, find_function, hold, list_parts, list_variables
 from fzero.tracing.read_objects import (
     CONTAINERS,
@@ -149,14 +149,16 @@ class _Search:
             return found
         is_own = self._is_own(function)
         self._note_names(function, is_own)
-        unread = CONTAINERS if has_fills(function.__code__) else ()
-        for name, read, origin, is_written in list_variables(function, given):
+        filled = find_names(function.__code__).filled
+        for variable in list_variables(function, given):
+            name, read, origin = variable.name, variable.read, variable.origin
             value = read()
             if value is os.getenv:
                 value, read = os.environ, _get_environment
-            if is_written and isinstance(value, (*VALUES, *HELD, *CONTAINERS)):
+            if variable.is_written and isinstance(value, (*VALUES, *HELD, *CONTAINERS)):
                 continue
-            if isinstance(value, VALUES) or (is_own and not isinstance(value, unread)):
+            is_filled = isinstance(value, CONTAINERS) and not filled.isdisjoint(variable.names)
+            if isinstance(value, VALUES) or (is_own and not is_filled):
                 self._note(origin, name, value, read)
             if is_own or self._is_followed(value, function):
                 found.append(value)

@@ -233,6 +233,8 @@ READERS: dict[str, str] = {
     "a helper": "def helper(held):\n    return {read_held}\n\ndef step(x):\n    return x * helper({root})\n",
     "two helpers": "def second(held):\n    return {read_held}\n\ndef first(held):\n    return second(held)\n\n"
     "def step(x):\n    return x * first({root})\n",
+    "beside a written entry": "def helper(held):\n    return {read_held}\n\ndef step(x):\n    y = x.clone()\n"
+    "    y[:, 0] = 0.5\n    return y * helper({root})\n",
     "a keyword": "def helper(x, *, held):\n    return x * {read_held}\n\ndef step(x):\n"
     "    return helper(x, held={root})\n",
     "a variable": "def step(x):\n    held = {root}\n    return x * {read_held}\n",

@@ -221,6 +221,36 @@ def test_a_table_that_the_step_fills_does_not_have_it_traced_again(caplog: pytes
     assert sum("traced again" in message for message in caplog.messages) == 1
 
 
+def test_an_entry_of_a_tensor_that_a_step_writes_hides_no_list() -> None:
+    factors = [2.0]
+
+    def step(x: Tensor) -> Any:
+        y = x.clone()
+        y[:, 0] = 0.5
+        return sum(y * factor for factor in factors)
+
+    sharded, x = fzero.simulate(step, 2), torch.ones(2, 3)
+    for _ in range(3):
+        assert torch.equal(sharded(x), step(x))
+        factors.append(3.0)
+
+
+def test_a_table_that_a_step_fills_by_another_name_is_no_surrounding(caplog: pytest.LogCaptureFixture) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.table = dict[int, float]()
+
+        def step(self, x: Tensor) -> Tensor:
+            table = self.table
+            table[x.shape[1]] = float(x.shape[1])
+            return x * sum(table.values())
+
+    sharded = fzero.simulate(Owner().step, 2)
+    for rows in (2, 3, 2):
+        sharded(torch.ones(2, rows))
+    assert sum("it reads" in message for message in caplog.messages) == 0
+
+
 def test_equal_numbers_may_differ() -> None:
     nan = float("nan")
     assert describe_value(nan) == describe_value(-nan + 0) and describe_value(0.0) != describe_value(-0.0)
