@@ -43,7 +43,7 @@ _CALLERS = ("fzero.hf.", "fzero.lightning.", "fzero.deepspeed.")
 _MOST_ENTRIES = 64  # of a container that is looked at
 _MOST_BYTES = 4096  # of an array
 _MOST_VALUES = 300  # of an object
-_DEPTH = 5
+_DEPTH = 12
 _FIRST = frozenset({"__init__", "__new__", "__post_init__"})
 """Methods that write the attributes of a new object."""
 _IMPLICIT = {f"__{name}__" for name in """
@@ -116,7 +116,7 @@ class ReadObject:
     def __init__(self, name: str, value: Any, names: Names | None = None) -> None:
         self.values, self.functions = dict[str, Any](), list[Callable[..., Any]]()
         self._reads_all, self._names = names is None, names or NO_NAMES
-        self._open = set[int]()  # objects that the present one lies in
+        self._paths = dict[int, str]()  # of the objects that were looked at
         self._add(name, value, 0)
 
     def _add(self, path: str, value: Any, depth: int) -> None:
@@ -137,13 +137,14 @@ class ReadObject:
             self._add(f"{path}()", value(), depth)
         elif isinstance(value, (bytearray, array)) or type(value).__module__ == "numpy":
             self.values[path] = _describe_buffer(value)
-        elif depth < _DEPTH and id(value) not in self._open:
-            self._open.add(id(value))
+        elif id(value) in self._paths:
+            self.values[path] = self._paths[id(value)]
+        elif depth < _DEPTH:
+            self._paths[id(value)] = path
             if is_watched(value):
                 self._add_attributes(path, value, depth)
             if isinstance(value, CONTAINERS):
                 self._add_entries(path, value, depth)
-            self._open.remove(id(value))
 
     def _add_entries(self, path: str, value: Any, depth: int) -> None:
         self.values[path] = type(value), len(value)
