@@ -81,7 +81,7 @@ def find_names(code: CodeType) -> Names:
     strings = {x for each in codes for x in _list_strings(each.co_consts)}
     named = [x for each in codes for x in dis.get_instructions(each) if x.argval in each.co_names]
     read = {x.argval for x in named if not x.opname.startswith(("STORE_", "DELETE_"))}
-    filled = {name for each in codes for name in _find_filled(each)}
+    filled = {name for each in codes for name in _find_fills(each)}
     aliases = _read_code(code)[2]
     filled |= {path.names[-1] for name in filled for path in aliases.get(name, ())}
     for path in find_paths(code).read:
@@ -90,7 +90,7 @@ def find_names(code: CodeType) -> Names:
     return Names(frozenset(strings | read), frozenset(written), frozenset(filled))
 
 
-def _find_filled(code: CodeType) -> Iterator[str]:
+def _find_fills(code: CodeType) -> Iterator[str]:
     """The names of containers of which code writes an entry: `table` of `table[key] = x`, and of `self.table[key] = x`.
     Where the place in the source does not tell, all names of its lines, and without places all of the code."""
     instructions = list(dis.get_instructions(code))
