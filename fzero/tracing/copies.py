@@ -101,7 +101,7 @@ class TracePart:
     def _take_constant(self, node: Node) -> _Copied:
         constant = self._traced.constant_of(node)
         at = next((i for i, x in enumerate(self._buffers) if x is constant), None)
-        is_empty = type(constant) is Tensor and constant.numel() == 0 and all(x.target is _LIFT for x in node.users)
+        is_empty = type(constant) is Tensor and constant.numel() == 0 and all(x.target is LIFT for x in node.users)
         if at is None and not is_empty:
             raise Uncopied(f"{node} is no buffer of the layer")
         node.meta["val"] = self._repeats.make_constant(constant)
@@ -190,6 +190,6 @@ def _replace(x: Any, put: Callable[[Node], Any], write: Callable[[Any], Any] | N
     return write(x) if write is not None and is_open(x) else x
 
 
-_LIFT = torch.ops.aten.lift_fresh_copy.default
+LIFT = torch.ops.aten.lift_fresh_copy.default
 """What `torch.tensor(data)` calls to have a tensor of the trace."""
 _LISTS = frozenset({tuple, list, immutable_list})

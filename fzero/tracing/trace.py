@@ -43,6 +43,7 @@ from fzero.ranks.performer import MovePerformer, Record, bind_axes
 from fzero.tracing.call_mode import CallMode
 from fzero.tracing.calls import Calls
 from fzero.tracing.checks import Checks
+from fzero.tracing.copies import LIFT
 from fzero.tracing.draws import number_draws
 from fzero.tracing.escapes import CacheCheck, check_escapes, check_result
 from fzero.tracing.followed import refresh_functions
@@ -162,7 +163,8 @@ def trace(
     graph = traced.graph if symbols is None else inline_numbers(traced.graph)
     captured = {node: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     for node, tensor in captured.items():  # the tensor that its views are views of
-        node.meta["val"] = this.fake_mode.from_tensor(tensor, static_shapes=True)
+        is_literal = all(user.target is LIFT for user in node.users)  # whose copies have memory of their own
+        node.meta["val"] = this.fake_mode.from_tensor(tensor.clone() if is_literal else tensor, static_shapes=True)
     program = place_results(this.describe(graph, {node.target: tensor for node, tensor in captured.items()}))
     number_draws(program)
     constants = ((f"argument {path}", leaf) for path, leaf in zip(this.paths, this.leaves) if not _is_tensor(leaf))

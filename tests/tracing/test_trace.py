@@ -355,3 +355,21 @@ def test_threads_that_trace_at_once_take_turns() -> None:
         thread.join(60)
     assert sums == {count: count for count in counts}  # a mean over two ranks
     assert not torch.compiler.is_compiling()  # as a trace has it for all threads
+
+
+def test_a_tensor_of_numbers_that_a_step_makes_may_be_written_to() -> None:
+    """It is new in each call, unlike one that the step captures."""
+
+    def step(x: Tensor) -> Tensor:
+        table, sums = torch.tensor([1.0, 2.0]), torch.tensor([[0.0, 1.0]])
+        table += 1
+        sums[:, 0] = x.sum()
+        return table * x + sums
+
+    sharded, x = fzero.simulate(step, 1), torch.ones(3, 2)
+    for _ in range(2):
+        assert torch.equal(sharded(x), step(x))
+
+    captured = torch.tensor([1.0, 2.0])
+    with pytest.raises(FzeroError, match="a tensor that the step captured: add_ writes into it"):
+        fzero.simulate(lambda x: x * captured.add_(1), 1)(x)
