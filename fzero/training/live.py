@@ -37,6 +37,7 @@ class ModuleState:
         self._names = _list_names({type(x) for x in self._modules.values()})
         self._held = {path: dict(vars(x)) for path, x in self._modules.items()}
         self._hooks = {path: _list_hooks(x) for path, x in self._modules.items()}
+        self._children = {path: dict(vars(x)["_modules"]) for path, x in self._modules.items()}
         self._read = Names(self._names, frozenset(), frozenset())
         objects = {id(x): (path, x) for path, x in self._list_objects()}
         self._objects = [(path, x, ReadObject(path, x, self._read).values) for path, x in objects.values()]
@@ -60,8 +61,13 @@ class ModuleState:
         return found + self.list_changes_inside()
 
     def list_changes_inside(self) -> list[str]:
-        """The paths of what has changed inside of objects that are attributes, and of modules with other hooks."""
+        """The paths of what has changed inside of objects that are attributes, of modules that are others, and of those
+        with other hooks."""
         found = [_join(path, "hooks") for path, x in self._modules.items() if _list_hooks(x) != self._hooks[path]]
+        for path, x in self._modules.items():
+            now, then = vars(x)["_modules"], self._children[path]
+            if now != then:
+                found += (_join(path, name) for name in {**now, **then} if now.get(name) is not then.get(name))
         for path, x, before in self._objects:
             after = ReadObject(path, x, self._read).values
             found += (name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT))
@@ -99,7 +105,7 @@ def _list_names(classes: set[type]) -> frozenset[str]:
             function = inspect.unwrap(x.fget if isinstance(x, property) and x.fget else x)
             if isinstance(function, FunctionType):
                 methods.setdefault(name, []).append(function.__code__)
-    found, waiting = set[str](), {"forward", "__call__"}
+    found, waiting = {"forward"}, {"forward", "__call__"}
     while waiting:
         names = {name for each in waiting for code in methods.pop(each, ()) for name in list_names(code)}
         found |= names

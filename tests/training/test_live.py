@@ -51,6 +51,8 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "another object": (replace_config, "model.config"),
     "an entry": (lambda net: net.steps.__setitem__(0, 5.0), "model.steps[0]"),
     "a hook": (lambda net: net.linear.register_forward_hook(lambda module, args, out: out * 3), "model.linear.hooks"),
+    "a module": (lambda net: setattr(net, "act", nn.ReLU()), "model.act"),
+    "a forward": (lambda net: setattr(net.act, "forward", lambda x: x * 3), "model.act.forward"),
     "a method": (lambda net: setattr(net, "by_rate", lambda x: x * 7), "model.by_rate"),
 }
 
