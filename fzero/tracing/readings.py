@@ -37,6 +37,16 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MOST_NUMBERS = 64
 """The most numbers of a list that may be open. A longer list is one value, and another list another program."""
 _OWN = frozenset({"aten", "prims"})
+_FILLS = {
+    _aten.zeros_like.default: 0,
+    _aten.ones_like.default: 1,
+    _aten.new_zeros.default: 0,
+    _aten.new_ones.default: 1,
+    _aten.full_like.default: None,
+    _aten.new_full.default: None,
+}
+"""Operations that take the shape of their operand, and none of its elements -> what they fill in; None for their last
+argument."""
 Make = Callable[[Tensor, Any], tuple[Tensor, Tensor]]
 """From a tensor, and its shape and strides with open sizes or None, to a traced tensor and the value of its node."""
 
@@ -179,7 +189,7 @@ class Readings:
         if (
             (is_own or is_item)
             and not is_random(node)
-            and all(map(self._is_alone, node.all_input_nodes))
+            and (node.target in _FILLS or all(map(self._is_alone, node.all_input_nodes)))
             and self._fixed.isdisjoint(written)
         ):
             self._order[node] = len(self._order)
@@ -191,13 +201,17 @@ class Readings:
         needed, memory = set(operands), {storage(x) for x in operands}
         for node in reversed(self._order):
             if node in needed or not memory.isdisjoint(map(storage, find_writes(node))):
-                needed |= {node, *node.all_input_nodes}
-                memory |= {storage(x) for x in (node, *node.all_input_nodes)}
+                found = {node} if node.target in _FILLS else {node, *node.all_input_nodes}
+                needed |= found
+                memory |= set(map(storage, found))
         graph, copies, constants = fx.Graph(), dict[Node, Any](), dict[str, Tensor]()
         sources = [node for node in self._sources if node in needed]
         for node in (*sources, *(x for x in self._order if x in needed)):
             if node.op == "call_function" and node.target is int:
                 copies[node] = node.meta["val"]
+                continue
+            if node.target in _FILLS:
+                copies[node] = _fill(graph, node, copies)
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
             op = "placeholder" if node in self._sources else node.op
@@ -251,6 +265,18 @@ class Readings:
         found = list(x.shape) if isinstance(x, Tensor) else [x]
         if expected != found:
             raise FzeroError(reading.where, f"found {found}, not {expected}", "the step is traced again")
+
+
+def _fill(graph: fx.Graph, node: Node, copies: Mapping[Node, Any]) -> Node:
+    """New nodes for one of `_FILLS`, which take the shape and the strides of its result and not its operand."""
+    value, fill = node.meta["val"], _FILLS[node.target]
+    if fill is None:
+        fill = fx.map_arg(node.kwargs.get("fill_value", node.args[-1]), copies.__getitem__)
+    shaped = {"dtype": value.dtype, "device": value.device}
+    empty = graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), shaped)
+    filled = graph.call_function(_aten.fill_.Scalar, (empty, fill))
+    empty.meta["val"] = filled.meta["val"] = value
+    return filled
 
 
 def _list_items(x: Tensor) -> tuple[Any, ...]:

@@ -86,9 +86,20 @@ def read_twice(p: Any, b: Batch, h: Tensor) -> Tensor:
     return h[b["y"] != -100][kept > 2].sum() / (count + 1)
 
 
+def masks_like_values(p: Any, b: Batch, h: Tensor) -> Tensor:
+    """Masks of the shape of values, written by labels: of values the shape decides alone."""
+    mask, other = torch.zeros_like(h), h.new_full(h.shape, 2)
+    where = torch.arange(len(h)), b["y"].clamp(min=0)
+    mask[where], other[where] = 1, 0
+    assert not torch.any((mask != 0) & (other != 0))
+    turned = torch.full_like(h.t(), True, dtype=torch.bool)
+    turned[:, b["y"] == 2] = False
+    return h[mask.bool()].square().mean() + h.view(-1)[turned.t().view(-1)].sum()
+
+
 STEPS = [
     chosen_rows, rows_by_number, selected, written_rows, unique_labels, repeated_rows, divided, scaled_by_a_count,
-    counted_up, in_parts, longest, changed_mask, read_twice,
+    counted_up, in_parts, longest, changed_mask, read_twice, masks_like_values,
 ]  # fmt: skip
 BY_VALUE: list[Callable[..., Tensor]] = [unique_labels]
 """Steps whose Python takes a value as it is: another one is another program, and ranks have the same."""
@@ -239,6 +250,12 @@ def by_what_state_was_written_into(p: Any, b: Batch, h: Tensor) -> Tensor:
     return h[mask].sum()  # here
 
 
+def by_zeros_that_state_was_written_into(p: Any, b: Batch, h: Tensor) -> Tensor:
+    mask = torch.zeros_like(h)
+    mask += h > 0
+    return h[mask.bool()].sum()  # here
+
+
 def by_a_view_of_what_state_was_written_into(p: Any, b: Batch, h: Tensor) -> Tensor:
     kept = b["x"].clone()
     view = kept[1:]
@@ -257,7 +274,14 @@ def in_a_loop(p: Any, b: Batch, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "read",
-    [by_state, by_a_draw, by_what_state_was_written_into, by_a_view_of_what_state_was_written_into, in_a_loop],
+    [
+        by_state,
+        by_a_draw,
+        by_what_state_was_written_into,
+        by_zeros_that_state_was_written_into,
+        by_a_view_of_what_state_was_written_into,
+        in_a_loop,
+    ],
     ids=lambda read: read.__name__,
 )
 def test_what_more_than_the_batch_decides_is_refused_at_its_line(read: Callable[..., Tensor]) -> None:
