@@ -271,7 +271,8 @@ def _fill(graph: fx.Graph, node: Node, copies: Mapping[Node, Any]) -> Node:
     """New nodes for one of `_FILLS`, which take the shape and the strides of its result and not its operand."""
     value, fill = node.meta["val"], _FILLS[node.target]
     if fill is None:
-        fill = fx.map_arg(node.kwargs.get("fill_value", node.args[-1]), copies.__getitem__)
+        *_, last = node.args
+        fill = fx.map_arg(node.kwargs.get("fill_value", last), copies.__getitem__)
     shaped = {"dtype": value.dtype, "device": value.device}
     empty = graph.call_function(_aten.empty_strided.default, (list(value.shape), list(value.stride())), shaped)
     filled = graph.call_function(_aten.fill_.Scalar, (empty, fill))
