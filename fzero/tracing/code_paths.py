@@ -1,6 +1,8 @@
 """Paths in code: what a function spells as a path from a variable, and the names by which it reads, writes and fills.
 
-config.rate, table["rate"], getattr(config, "rate"), `c = config` and then `c.rate`, `from settings import rate`
+    config.rate, table["rate"], getattr(config, "rate"), `c = config` and then `c.rate`, `from settings import rate`
+
+Bytecode is read, and nothing is run. A path begins at a variable, whose value is looked up elsewhere (`followed`).
 """
 
 from __future__ import annotations

@@ -57,14 +57,15 @@ def hold(value: Any) -> Read:
     try:
         return functools.partial(_dereference, weakref.ref(value))
     except TypeError:
-        return functools.partial(_pass, value)
+        return functools.partial(pass_on, value)
 
 
 def _dereference(ref: weakref.ref[Any]) -> Any:
     return ref()
 
 
-def _pass(value: Any) -> Any:
+def pass_on(value: Any) -> Any:
+    """The value itself."""
     return value
 
 

@@ -28,7 +28,7 @@ from fzero.base.installed import find_package, is_installed
 from fzero.base.torch_private import version_of
 from fzero.program.program import Program
 from fzero.tracing.code_paths import Names, find_names
-from fzero.tracing.followed import Read, find_function, hold, list_parts, list_variables
+from fzero.tracing.followed import Read, find_function, hold, list_parts, list_variables, pass_on
 from fzero.tracing.read_objects import (
     CONTAINERS,
     HELD,
@@ -67,10 +67,6 @@ class Watch(NamedTuple):
         if not isinstance(self.key, dict):
             return self.name
         return ", ".join(name for name in {**self.key, **now} if self.key.get(name, _ABSENT) != now.get(name, _ABSENT))
-
-
-def _pass(value: Any) -> Any:
-    return value
 
 
 def _get_environment() -> Any:
@@ -144,7 +140,7 @@ class _Search:
         self._seen.add(key)
         found = list(list_parts(each, self._is_own))
         if isinstance(each, LiveFunction):
-            self._found[id(each), "the model"] = Watch("the model", each.refresh, each.refresh(), _pass)
+            self._found[id(each), "the model"] = Watch("the model", each.refresh, each.refresh(), pass_on)
         if function is None or not is_of_user(function):
             return found
         is_own = self._is_own(function)
